@@ -1,0 +1,1183 @@
+"""MARS (Mask AutoRegreSsion): teach an ordinary language model to commit several tokens per forward pass.
+
+1. Put B-1 mask tokens after the text. One forward pass then predicts B tokens: the last real token predicts the next
+   one as always, and the j-th mask predicts the one j places further on.
+2. Train for it: cut the response into blocks of B and, next to the clean text, show each block as masks that see only
+   the clean text before it. The ordinary next-token loss stays in, so the model stays an ordinary model.
+3. Decode with it: commit the first prediction always, each further one while its confidence is at least a threshold.
+
+No new parameters, no new architecture: paper https://arxiv.org/abs/2604.07023 (sections and equations cited below).
+
+    python mars.py train                                   # a toy, from nothing, on two CPU cores
+    python mars.py generate --threshold 0.9 "Ann has 9 figs, finds 5 more and then loses 3. How many figs does Ann have now?"
+    python mars.py bench                                   # tokens per second against Hugging Face generate
+
+Read from top to bottom: data, attention mask, loss, training, checkpoints, decoder, timer, command line.
+
+    N rows of a batch     T positions of a row     P prompt tokens     R response tokens x_0 … x_{R-1}
+    B block size          V vocabulary             M a mask token      τ confidence threshold
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import re
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+TOY_STEPS = {"ar": 900, "mars": 900}
+CHUNK = 2**25  # logits held at a time in training: 128 MB in float32
+IGNORE = -100  # label of a position that is not trained (PyTorch's convention)
+
+
+class MarsError(ValueError):
+    """Something the user can put right: one line that says what was wrong and what to do."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: a toy world of problems, or any chat data
+# ---------------------------------------------------------------------------------------------------------------------
+# A language model is unsure where the writer had a choice and sure where the text was forced. The toy text has both:
+# names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow from the question.
+
+NAMES = "Ann Ben Cara Dan Eve Finn Gus Hana Ivan Jade Kim Leo".split()
+THINGS = "apples books cards coins eggs figs keys pens plums shells stamps toys".split()
+STORIES = {  # the two operations: the question
+    "+-": "{n} has {a} {t}, <gets|finds|buys> {b} more and <then|later> <loses|sells|gives away> {c}.",
+    "-+": "{n} has {a} {t}, <loses|sells|gives away> {b} and <then|later> <gets|finds|buys> {c} more.",
+}
+ASK = " How many {t} does {n} have <now|in the end|after that>?"
+ANSWER = (
+    "<First|At first|To begin with|In the beginning>, {n} <has|holds|counts|owns> {a}{op}{b}={r} {t}. "
+    "<Then|Next|After that|So in the end>, <{n} has|{n} is left with|that makes|this leaves> {r}{op2}{c}={s} {t}.\n#### {s}"
+)
+FUNCTIONS = [  # argument, docstring, reference expression, body
+    ("x", "<Take|Start with> x, {do} and then {do2}.", "(x {op} {a}) {op2} {b}",
+     "    {v} = x {op} {a}\n    <return {v} {op2} {b}|{v} = {v} {op2} {b}\n    return {v}>"),
+    ("xs", "<Return|Give> the sum of the numbers in xs that are {than} {a}, but {do2} each time.",
+     "sum(x {op2} {b} for x in xs if x {cond} {a})",
+     "    {v} = 0\n    for {i} in xs:\n        if {i} {cond} {a}:\n            {v} += {i} {op2} {b}\n    return {v}"),
+    ("xs", "<Return|Give> how many numbers in xs are {than} {a} when you {do2}.",
+     "len([x for x in xs if x {op2} {b} {cond} {a}])",
+     "    {v} = 0\n    for {i} in xs:\n        if {i} {op2} {b} {cond} {a}:\n            {v} += 1\n    return {v}"),
+    ("xs", "<Return|Give> a list of the numbers in xs that are {than} {a}, but {do2} each time.",
+     "[x {op2} {b} for x in xs if x {cond} {a}]",
+     "    <return [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]|"
+     "{v} = [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]\n    return {v}>"),
+]  # fmt: skip
+
+
+def vary(rng: random.Random, text: str, **fields) -> str:
+    """Resolve every <one|of|these> at random, then fill in the {fields}."""
+    return re.sub(r"<([^<>]*)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
+
+
+def toy_maths(rng: random.Random) -> dict:
+    """A two-step word problem in GSM8K's form. `key` is what makes it the problem that it is: the two steps."""
+    (op, op2), story = rng.choice(list(STORIES.items()))
+    a, b, c = (rng.randint(2, 9) for _ in range(3))
+    r, s = (a + b, a + b - c) if op == "+" else (a, a + c)
+    a = a if op == "+" else a + b
+    if s < 0:
+        return toy_maths(rng)
+    fields = dict(n=rng.choice(NAMES), t=rng.choice(THINGS), a=a, b=b, c=c, r=r, s=s, op=op, op2=op2)
+    question, answer = vary(rng, story + ASK, **fields), vary(rng, ANSWER, **fields)
+    return {"task": "maths", "key": f"{a}{op}{b}{op2}{c}", "question": question, "answer": answer}
+
+
+def toy_code(rng: random.Random) -> dict:
+    """A small Python function in HumanEval's form: signature and docstring in, body out, and a test to run."""
+    argument, docstring, reference, body = rng.choice(FUNCTIONS)
+    do = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
+    op, op2, cond, a, b = rng.choice("+-*"), rng.choice("+-*"), rng.choice("<>"), rng.randint(2, 12), rng.randint(2, 12)
+    fields = dict(op=op, op2=op2, cond=cond, a=a, b=b, do=do[op].format(a), do2=do[op2].format(b))
+    fields |= dict(than={"<": "less than", ">": "greater than"}[cond])
+    fields |= dict(v=rng.choice(["result", "total", "value", "answer"]), i=rng.choice(["x", "n", "item", "number"]))
+    name, expression = rng.choice(["solve", "compute", "work", "task"]), reference.format(**fields)
+    draws = [[rng.randint(0, 20) for _ in range(6)] for _ in range(3)]
+    inputs = [d[0] if argument == "x" else d for d in draws]
+    test = "\n".join(f"assert {name}({v}) == {eval(expression, {argument: v})}" for v in inputs)
+    prompt = f'def {name}({argument}):\n    """{vary(rng, docstring, **fields)}"""\n'
+    return {"task": "code", "key": expression, "prompt": prompt, "completion": vary(rng, body, **fields), "test": test}
+
+
+def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
+    """`n` toy problems, maths and code in turn. A problem's numbers put it in "train" or in "test", never in both."""
+    rng, rows = random.Random(f"{seed}/{split}"), []
+    while len(rows) < n:
+        row = toy_code(rng) if len(rows) % 2 else toy_maths(rng)
+        if (zlib.crc32(row["key"].encode()) % 8 == 0) == (split == "test"):
+            rows.append(row)
+    return rows
+
+
+PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
+    "{% for m in messages %}{{ m['role'].capitalize() + ':\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
+)
+
+
+def toy_model(seed: int = 0):
+    """A Qwen2-type model of 1.2 million parameters and a byte-level BPE tokenizer trained on the toy text."""
+    texts = ("User:\n{}\nAssistant:\n{}".format(*(m["content"] for m in messages_of(row))) for row in toy_rows("train", 4000, seed))
+    names = dict(pad_token="<|pad|>", eos_token="<|end|>", mask_token="<|mask|>", unk_token=None)
+    tokenizer = transformers.Qwen2Tokenizer(**names).train_new_from_iterator(texts, vocab_size=640, show_progress=False)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=384, num_hidden_layers=4, num_attention_heads=5,
+        num_key_value_heads=5, max_position_embeddings=512, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return transformers.Qwen2ForCausalLM(config), tokenizer
+
+
+def messages_of(row: dict) -> list[dict] | None:
+    """The chat in a row of data: `messages`, or `question`/`answer`, or `prompt`/`completion`; None if it has none."""
+    if isinstance(row.get("messages"), list):
+        return row["messages"]
+    for ask, reply in (("question", "answer"), ("prompt", "completion")):
+        if isinstance(row.get(ask), str) and isinstance(row.get(reply), str):
+            return [{"role": "user", "content": row[ask]}, {"role": "assistant", "content": row[reply]}]
+    return None
+
+
+def load_rows(data: str, split: str = "train", seed: int = 0) -> list[dict]:
+    """Rows of chat data: "toy", a local JSONL file, or a data set on the hub (NAME or NAME:CONFIG)."""
+    path, rows = Path(data), []
+    if data == "toy":
+        return toy_rows(split, 20_000, seed)
+    if path.suffix in (".json", ".jsonl") or path.exists():
+        if not path.is_file():
+            raise MarsError(f"there is no data file {data}")
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    rows += [dict(json.loads(line))] if line.strip() else []
+                except (ValueError, TypeError):
+                    raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
+    else:
+        from datasets import load_dataset
+
+        try:
+            rows = list(load_dataset(*data.split(":"), split=split))
+        except Exception as error:  # whatever the hub, the network or the data set's own files have to say
+            raise MarsError(f"cannot load the data set {data}: {first_line(error)}") from None
+    if not rows:
+        raise MarsError(f"{data} is empty")
+    if not any(messages_of(row) for row in rows):
+        columns = ", ".join(rows[0]) or "none at all"
+        raise MarsError(f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
+    return rows
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """The token ids of a conversation up to the point where the assistant is to answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False).input_ids  # subtle: the template writes BOS itself, if it wants one
+
+
+@functools.cache
+def closing_token(tokenizer) -> int:
+    """The token with which the chat template ends an assistant's turn, else the tokenizer's end token."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("@@")[2]
+    specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return next((t for t in tokenizer(tail, add_special_tokens=False).input_ids if t in specials), tokenizer.eos_token_id)
+
+
+def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[int], list[int]] | None:
+    """One row of data as (prompt ids, response ids): the response is the last assistant turn, through its end token.
+
+    None where there is nothing to learn: no assistant turn, an empty one, or a prompt that fills `max_length` alone.
+    """
+    messages = list(messages_of(row) or [])
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages or not messages[-1]["content"]:
+        return None
+    prompt = chat_ids(tokenizer, messages[:-1])
+    start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
+    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not full.startswith(start):
+        raise MarsError("this chat template writes a question differently once it is answered: the answer cannot be located")
+    response, end = tokenizer(full[len(start) :], add_special_tokens=False).input_ids, closing_token(tokenizer)
+    # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
+    response = response[: len(response) - response[::-1].index(end)] if end in response else response + [end]
+    response = response[: max(0, max_length - len(prompt))]  # subtle: a response that was cut has no end token
+    return (prompt, response) if response else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The attention mask (§3.2, Eq. 2)
+# ---------------------------------------------------------------------------------------------------------------------
+# A training row is a clean stream, prompt and response, followed by a noisy stream of masks, one for a response index
+# i. Blocks are counted with a phase φ: index i lies in block (i + φ) // B, which starts at index s = max(0, kB - φ).
+
+
+def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
+    """Response index i and block start s of every mask: two tensors [number of masks].
+
+    The mask at index i predicts x_{i+1}, so the last index needs none. A decoder reads B-1 masks, so the B-th of a
+    block is trained for nothing; `full_block` keeps it, as the paper does.
+    """
+    index = torch.arange(response_len - 1)
+    start = ((index + phase) // block_size * block_size - phase).clamp(min=0)
+    keep = (index - start < block_size - 1) | torch.tensor(full_block and block_size > 1)
+    return index[keep], start[keep]
+
+
+def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
+    """Who sees whom in one training row: bool [T, T], True where the query (row) may attend to the key (column).
+
+    P = 2, R = 5, B = 3. The masks at index 0, 1 | 3 are written M0, M1 | M3; blocks start at index 0 and 3:
+
+                  p p 0 1 2 3 4   M0 M1 M3
+            p     ■ · · · · · ·    ·  ·  ·
+            p     ■ ■ · · · · ·    ·  ·  ·      clean: plain causal attention,
+            x0    ■ ■ ■ · · · ·    ·  ·  ·      blind to every mask
+            x1    ■ ■ ■ ■ · · ·    ·  ·  ·
+            x2    ■ ■ ■ ■ ■ · ·    ·  ·  ·
+            x3    ■ ■ ■ ■ ■ ■ ·    ·  ·  ·
+            x4    ■ ■ ■ ■ ■ ■ ■    ·  ·  ·
+
+            M0    ■ ■ · · · · ·    ■  ·  ·      noisy: the clean tokens before its block,
+            M1    ■ ■ · · · · ·    ■  ■  ·      and the masks of its block up to itself
+            M3    ■ ■ ■ ■ ■ · ·    ·  ·  ■
+    """
+    index, start = noisy_stream(response_len, block_size, phase, full_block)
+    C, T = prompt_len + response_len, prompt_len + response_len + len(index)
+    mask = torch.zeros(T, T, dtype=torch.bool)
+    mask[:C, :C] = torch.ones(C, C, dtype=torch.bool).tril()
+    mask[C:, :C] = torch.arange(C) < prompt_len + start[:, None]  # Eq. 2, clean half
+    mask[C:, C:] = (start == start[:, None]) & (index <= index[:, None])  # Eq. 2, noisy half
+    return mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss (§3.2, Eq. 5)
+# ---------------------------------------------------------------------------------------------------------------------
+
+Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
+
+
+def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict[str, torch.Tensor]:
+    """Examples as right-padded rows: clean stream, then noisy stream.
+
+    Returns `ids`, `positions`, `labels` and `offsets` [N, T], `mask` [N, 1, T, T]. The offset of a supervised position
+    says which prediction it is: 0 for the clean stream's (plain AR), j for the j-th mask's of a block.
+    """
+    masks = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
+    N, T = len(batch), max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, masks))
+    ids, positions = torch.full((N, T), mask_id), torch.zeros(N, T, dtype=torch.long)
+    labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
+    mask = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
+    for n, ((prompt, response, phase), (index, start)) in enumerate(zip(batch, masks)):
+        P, C, T = len(prompt), len(prompt) + len(response), len(prompt) + len(response) + len(index)
+        x = torch.tensor(response)
+        ids[n, :C] = torch.tensor(prompt + response)
+        positions[n, :C], positions[n, C:T] = torch.arange(C), P + index  # subtle: a mask stands where its token stands
+        labels[n, P - 1 : C - 1], labels[n, C:T] = x, x[index + 1]  # subtle: right shift, position p predicts token p+1
+        offsets[n, C:T] = index - start + 1
+        mask[n, :T, :T] = attention_mask(P, len(response), block_size, phase, full_block)
+    return {"ids": ids, "positions": positions, "labels": labels, "offsets": offsets, "mask": mask[:, None]}
+
+
+def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_weight: float = 1.0,
+              full_block: bool = False, totals: tuple[int, int] | None = None):  # fmt: skip
+    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its supervised tokens (Eq. 5). B = 1 is AR training.
+
+    `totals` = (AR, mask) counts of supervised tokens: pass those of the whole optimiser step, over all micro-batches and
+    processes, and the gradients of the parts add up to that of the whole; by default, those of this batch. To train in
+    several processes, call this inside the forward of the module that is wrapped: it calls parts of the model alone.
+
+    Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset j, the summed
+    cross-entropy, the number of right top-1 predictions and the number of predictions.
+    """
+    rows = {name: tensor.to(model.device) for name, tensor in collate(batch, block_size, mask_id, full_block).items()}
+    hidden = model.get_decoder()(
+        input_ids=rows["ids"],
+        position_ids=rows["positions"],
+        # Without masks, right padding and causal attention need no mask: the fastest kernels are for that case.
+        attention_mask=for_attention(rows["mask"], model) if block_size > 1 else None,
+        use_cache=False,
+    ).last_hidden_state  # [N, T, hidden]
+    supervised = rows["labels"] != IGNORE
+    labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S], S supervised positions
+    nll, hits = token_losses(model.get_output_embeddings(), hidden[supervised], labels)  # [S], [S]
+    values = {"nll": nll.detach().double(), "hits": hits.double(), "count": torch.ones_like(nll).double()}
+    parts = {name: torch.bincount(offsets, value, minlength=block_size + 1) for name, value in values.items()}
+    ar_total, mask_total = totals or count_targets(batch, block_size, full_block)
+    loss = ar_weight * nll[offsets == 0].sum() / max(ar_total, 1) + nll[offsets > 0].sum() / max(mask_total, 1)
+    return loss, parts
+
+
+def token_losses(head, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy and top-1 hit of each position, [S] and [S], from its hidden state [S, hidden] and label [S].
+
+    With 150,000 ids the logits would be the peak of memory: they are made in chunks, and made again going backward.
+    """
+
+    def chunk(hidden, labels):
+        logits = head(hidden).float()  # [chunk, V]
+        return F.cross_entropy(logits, labels, reduction="none"), logits.detach().argmax(-1) == labels
+
+    size = max(1, CHUNK // head.weight.shape[0])
+    if len(labels) <= size:
+        return chunk(hidden, labels)
+    done = [checkpoint(chunk, h, y, use_reentrant=False) for h, y in zip(hidden.split(size), labels.split(size))]
+    return torch.cat([nll for nll, _ in done]), torch.cat([hit for _, hit in done])
+
+
+def for_attention(mask: torch.Tensor, model) -> torch.Tensor:
+    """A boolean mask as the model's attention wants it: sdpa takes it as it is, eager attention adds its mask."""
+    if model.config._attn_implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+
+
+def count_targets(batch: list[Example], block_size: int, full_block: bool = False) -> tuple[int, int]:
+    """(AR, mask) counts of supervised tokens: the `totals` of `mars_loss`."""
+    masks = sum(len(noisy_stream(len(response), block_size, phase, full_block)[0]) for _, response, phase in batch)
+    return sum(len(response) for _, response, _ in batch), masks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def visits(examples: list, block_size: int, fixed_phase: bool, seed: int) -> Iterator[Example]:
+    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1.
+
+    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and phase are
+    functions of (seed, visit, example) alone: no split of the work among batches or processes changes them.
+    """
+    for visit in itertools.count():
+        for i in random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples)):
+            phase = 0 if fixed_phase else random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
+            yield (*examples[i], phase)
+
+
+def train(model, examples: list, *, block_size: int, mask_id: int, steps: int, batch_size: int, lr: float, accumulate: int = 1,
+          ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
+    """One stage of fine-tuning, in place; block_size 1 is the AR stage. Yields a report at every step.
+
+    AdamW, gradient clipping at 1, 3 % linear warm-up, then cosine decay (§4.1). On CUDA the weights stay in float32 and
+    the arithmetic is autocast to bfloat16.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(0.03 * steps), steps)
+    stream = visits(examples, block_size, fixed_phase, seed)
+    model.train()
+    for step in range(1, steps + 1):
+        batch = list(itertools.islice(stream, batch_size * accumulate))
+        totals, sums = count_targets(batch, block_size, full_block), None
+        for micro in (batch[i : i + batch_size] for i in range(0, len(batch), batch_size)):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                loss, parts = mars_loss(model, micro, block_size, mask_id, ar_weight, full_block, totals)
+            loss.backward()
+            sums = {name: parts[name] + (sums[name] if sums else 0) for name in parts}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        yield {"step": step, "lr": schedule.get_last_lr()[0], "grad_norm": norm, **sums}
+    model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: plain Hugging Face folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype to work with: CUDA in bfloat16 where there is one, else the CPU in float32."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None):
+    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot."""
+    device, dtype = pick(device, dtype)
+    advice = "make one with `python mars.py train`, or name another with --model"
+    if not Path(path).is_dir() and (path.count("/") > 1 or "/" in path and Path(path).parent.is_dir()):
+        raise MarsError(f"there is no checkpoint at {path}: {advice}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # missing, truncated, not a model, no network: whatever the libraries have to say
+        raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
+    if info["missing_keys"]:
+        raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
+    check_supported(model)
+    if not tokenizer.chat_template:
+        print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    tidy(model, tokenizer)
+    return model.to(device).eval(), tokenizer
+
+
+def tidy(model, tokenizer) -> None:
+    """Reduce the generation config to greedy decoding, so that ours and Hugging Face's `generate` do and stop alike.
+
+    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the mask token.
+    """
+    old, mask_id = model.generation_config, getattr(model.config, "mars_mask_token_id", None)
+    named = [old.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id, closing_token(tokenizer)]
+    ends = {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+    suppressed = {*(old.suppress_tokens or []), *([] if mask_id is None else [mask_id])}
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
+        suppress_tokens=sorted(suppressed) or None,
+    )
+
+
+def check_supported(model) -> None:
+    """Refuse, with the reason, what a mask of our own would silently get wrong."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    window = getattr(config, "sliding_window", None)
+    layers = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise MarsError(f"{config._attn_implementation} takes no mask of ours: load the model with attn_implementation='sdpa'")
+    if layers != {"full_attention"} or model._is_stateful:
+        raise MarsError(f"{config.model_type} has sliding-window or recurrent layers: not supported")
+    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+        raise MarsError(f"{config.model_type} has {rope['rope_type']} rope, which depends on the batch: not supported")
+
+
+@torch.no_grad()
+def check_head(model) -> None:
+    """Refuse a model whose logits are not head(hidden): the loss projects hidden states by itself."""
+    ids = torch.arange(4, device=model.device)[None]
+    ours = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(ours, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4):
+        raise MarsError(f"{model.config.model_type} does more after its output layer than a matrix product: not supported")
+
+
+def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
+    """The id of the mask token, which adds no parameter: it takes an embedding row that the model has already.
+
+    In this order: the token called `name`, if it exists and is special; the tokenizer's own mask token; a new name on a
+    row that no token uses. Raises MarsError where there is none, with the candidates for `name`.
+    """
+    busy = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in busy}
+    if name in special:
+        tokenizer.mask_token = name
+    elif name is None and tokenizer.mask_token is not None:
+        pass
+    elif len(tokenizer) < model.get_input_embeddings().num_embeddings and name not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"mask_token": name or "<|mask|>"})
+    else:
+        problem = f"{name} is not an unused special token" if name else "the model has no room for a mask token"
+        raise MarsError(f"{problem}: name one with --mask-token, of {' '.join(special) or 'which this tokenizer has none'}")
+    return tokenizer.mask_token_id
+
+
+def save(model, tokenizer, folder: Path, block_size: int, mask_id: int) -> None:
+    """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
+    model.config.mars_block_size = block_size if block_size > 1 else None
+    model.config.mars_mask_token_id = mask_id if block_size > 1 else None
+    tidy(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The naive decoder (§3.4): the algorithm as it is, for one sequence and without a cache
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    """What `generate` returns for one prompt."""
+
+    tokens: list[int] = field(default_factory=list)  # new tokens, through the first end token
+    steps: list[int] = field(default_factory=list)  # how many of them each forward pass committed
+    stop: str = "length"  # or "eos"
+
+
+def end_tokens(model) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+
+
+def until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    """The tokens through the first end token: what lies beyond is neither emitted nor counted."""
+    return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
+
+
+@torch.inference_mode()
+def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: float, block_size: int) -> Output:
+    """Greedy decoding by top probability. Everything after this function does the same thing, fast."""
+    out, ends, mask_id = Output(), end_tokens(model), getattr(model.config, "mars_mask_token_id", None)
+    while len(out.tokens) < max_new_tokens and out.stop != "eos":
+        masks = [mask_id] * (block_size - 1) if threshold < 1 else []
+        ids = torch.tensor([prompt + out.tokens + masks], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1 - len(masks) :].float()  # [B, V]
+        logits[:, model.generation_config.suppress_tokens or []] = -math.inf
+        confidence, proposals = logits.softmax(-1).max(-1)  # [B]: the last token's prediction, then each mask's
+        accepted = 1
+        while accepted < len(proposals) and confidence[accepted] >= threshold:
+            accepted += 1
+        new = until_end(proposals[:accepted].tolist(), ends)[: max_new_tokens - len(out.tokens)]
+        out.tokens, out.steps = out.tokens + new, out.steps + [len(new)]
+        out.stop = "eos" if new[-1] in ends else "length"
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cache: slot = position
+# ---------------------------------------------------------------------------------------------------------------------
+# Every live row has a line of S slots, and the token at position p is written to slot p. A query at position q sees the
+# slots ≤ q, and every slot from the row's first uncertain one to q is written in the same pass, before attention reads
+# it. So whatever earlier passes left behind for masks is overwritten before anything can see it: to take back a refused
+# prediction costs nothing, rows need no padding, and every row moves on at its own pace.
+
+
+class SlotCache:
+    """Keys and values, [lines, S, heads, head_dim] for each layer: handed to the model as its cache."""
+
+    def __init__(self, lines: int):
+        self.lines, self.size, self.layers = lines, 0, []
+
+    def aim(self, first: int, lengths: list[int], back: int, ahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Point the next pass at lines first … first + N-1: at the last `back` tokens of rows of these `lengths` [N] and
+        at `ahead` masks after them. A row shorter than `back` is padded in front; padding goes to the spare slot S-1.
+
+        Returns the positions [N, Q], Q = back + ahead, negative for padding, and who sees which slot [N, 1, Q, W].
+        """
+        N, self.width = len(lengths), max(lengths) + ahead  # W slots are visible to someone
+        if self.width >= self.size:  # subtle: new slots hold zeros, for a masked NaN would still leak, through 0 · NaN
+            self.size = self.width * 3 // 2 + 64
+            self.layers = [[F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1])) for x in layer] for layer in self.layers]
+        positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(-back, ahead, device=device)
+        slots = torch.where(positions < 0, self.size - 1, positions)
+        self.rows = slice(first, first + N)
+        self.target = (slots + self.size * torch.arange(first, first + N, device=device)[:, None]).flatten()  # [N · Q]
+        seen = torch.arange(self.width, device=device) <= positions.clamp(min=0)[..., None]
+        return positions, seen[:, None]
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by each attention layer: writes keys and values [N, heads, Q, dim], returns all [N, heads, W, dim]."""
+        if layer == len(self.layers):
+            N, heads, Q, dim = keys.shape
+            self.layers.append([keys.new_zeros(self.lines, self.size, heads, dim) for _ in range(2)])
+        for buffer, new in zip(self.layers[layer], (keys, values)):
+            buffer.flatten(0, 1).index_copy_(0, self.target, new.transpose(1, 2).flatten(0, 1))  # [N · Q, heads, dim]
+        return tuple(buffer[self.rows, : self.width].transpose(1, 2) for buffer in self.layers[layer])
+
+    def move(self, source: int, target: int) -> None:
+        """Let line `source` take the place of line `target`."""
+        for buffer in itertools.chain(*self.layers):
+            buffer[target] = buffer[source]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The decoder (§3.4, §4.5)
+# ---------------------------------------------------------------------------------------------------------------------
+
+Threshold = float | list[float] | Callable[[], float]
+METRICS = {"probability": 0.95, "margin": 0.9, "entropy": 0.2}  # with the threshold that the command line takes
+END = object()  # what `next` answers when there are no more rows
+
+
+@dataclass
+class Row:
+    """A sequence that is being decoded."""
+
+    request: int  # the number of its prompt
+    tokens: list[int]  # the prompt and everything committed since
+    unread: int  # how many of the last tokens are not in the cache yet
+    limit: int  # the length at which it ends
+    done: bool = False
+
+
+@torch.inference_mode()
+def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]], metric: str, temperature: float,
+           seed: int, batch_size: int, block_size: int, mask_id: int) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+    """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` has no more sequences to give.
+
+    `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is AR decoding.
+    """
+    ends, suppressed = end_tokens(model), model.generation_config.suppress_tokens or []
+    cache, live, waiting = SlotCache(batch_size), [], True
+    while live or waiting:
+        # 1. Admit. The row at live[i] owns line i of the cache; a finished row's place is taken at once.
+        while waiting and len(live) < batch_size and (row := next(rows, END)):
+            waiting = row is not END
+            live += [row] * waiting
+        if not live:
+            time.sleep(1e-3 * waiting)  # nothing to do until somebody asks
+            continue
+        # 2. Read. New rows go first, by themselves, with their whole prompt; else every row with its last k tokens, k
+        # the most that any row has to catch up. A row with less rewrites a few slots with the values they hold.
+        new = sum(row.unread == len(row.tokens) for row in live)
+        first = len(live) - new if new else 0
+        batch = live[first:]
+        bound = bounds([row.request for row in batch])
+        masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: AR has no masks; softmax may round to 1.0
+        k = max(row.unread for row in batch)
+        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + [mask_id] * masks for row in batch]
+        positions, seen = cache.aim(first, [len(row.tokens) for row in batch], k, masks, model.device)
+        logits = model(
+            input_ids=torch.tensor(ids, device=model.device),
+            position_ids=positions.clamp(0, window(model) - 1),  # subtle: the last masks may reach beyond the window
+            attention_mask=for_attention(seen, model),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1 + masks,
+        ).logits.float()  # [N, 1 + masks, V]
+        # 3. Propose: column 0 is the last token's prediction, as in any AR model, column j the j-th mask's.
+        logits[..., suppressed] = -math.inf
+        noise = 0.0
+        if temperature > 0:
+            noise = temperature * gumbel(seed, [row.request for row in batch], positions[:, k - 1 :] + 1, logits.shape[-1])
+        proposals = (logits + noise).argmax(-1)  # [N, 1 + masks]
+        # 4. Accept: the first always, then from left to right for as long as the model is sure.
+        sure = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=model.device)[:, None]  # [N, masks]
+        accepted = 1 + sure.long().cumprod(1).sum(1, keepdim=True)  # [N, 1]
+        # 5. Commit. The one transfer from the device in a pass.
+        for row, (*proposal, count) in zip(batch, torch.cat([proposals, accepted], 1).tolist()):
+            tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
+            row.tokens, row.unread = row.tokens + tokens, len(tokens)
+            row.done = tokens[-1] in ends or len(row.tokens) == row.limit
+            yield row.request, tokens
+        for line in reversed(range(len(live))):
+            if live[line].done:
+                last = live.pop()
+                if line < len(live):  # the last row fills the gap, so that work is done for live rows only
+                    cache.move(len(live), line)
+                    live[line] = last
+
+
+def confidence(logits: torch.Tensor, metric: str) -> torch.Tensor:
+    """How sure the model is of its prediction: [..., V] to [...], higher is surer (§4.5). Entropy is in nats, negated."""
+    probabilities = logits.softmax(-1)
+    if metric == "probability":
+        return probabilities.amax(-1)
+    if metric == "margin":
+        best = probabilities.topk(2).values
+        return best[..., 0] - best[..., 1]
+    return -torch.special.entr(probabilities).sum(-1)
+
+
+def gumbel(seed: int, requests: list[int], positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Gumbel noise [N, Q, size], a function of (seed, request, position, token) alone: argmax(logits/T + it) is a sample.
+
+    So a row in a batch samples what it would sample alone. Counter-based: splitmix64's mixing of the four numbers.
+    """
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor  # a logical shift; int64 products wrap around
+        return x
+
+    key = torch.tensor(requests, device=positions.device)[:, None] + mix(torch.tensor(seed, device=positions.device))
+    key = mix(mix(key) + positions)[..., None]  # [N, Q, 1]
+    bits = mix(key + torch.arange(1, size + 1, device=positions.device) * -0x61C8864680B583EB)  # [N, Q, size]
+    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / 2**53
+    return -(-uniform.log()).log().float()
+
+
+def trained_block_size(model) -> int:
+    """The block size of a MARS checkpoint; 1, which is no masks at all, for any other."""
+    return getattr(model.config, "mars_block_size", None) or 1
+
+
+def window(model) -> int:
+    """The longest sequence that the model takes, in tokens."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
+def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[list[int]], list[float]]:
+    """The `bounds` of `decode` for a threshold: a number, one per request, or a function asked before every pass."""
+
+    def bound(value: float) -> float:
+        if not (0 <= value < math.inf if metric == "entropy" else 0 < value <= 1):
+            allowed = "0 or more, for entropy" if metric == "entropy" else "above 0 and at most 1"
+            raise MarsError(f"threshold {value} is out of range: it must be {allowed}")
+        if value == (0 if metric == "entropy" else 1):
+            return math.inf
+        if not drafts:
+            raise MarsError(f"this checkpoint was not trained with masks: it decodes as an AR model only, not at {value}")
+        return -value if metric == "entropy" else value
+
+    if callable(threshold):
+        return lambda requests: [bound(threshold())] * len(requests)
+    if isinstance(threshold, (list, tuple)):
+        fixed = [bound(value) for value in threshold]
+        return lambda requests: [fixed[request] for request in requests]
+    one = bound(threshold)
+    return lambda requests: [one] * len(requests)
+
+
+def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold = 0.95,
+           metric: str = "probability", temperature: float = 0.0, seed: int = 0, batch_size: int = 8,
+           block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+    """Decode prompts (token ids) in a continuous batch of at most `batch_size` rows; yields (index, new tokens) by pass.
+
+    threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a function
+                without arguments that is asked before every pass. 1 is AR decoding, exactly.
+    metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy" in nats
+                (commit while at most τ ≥ 0, and 0 is AR)
+    temperature 0 is greedy; else tokens are sampled with noise that depends on (seed, index, position) alone
+    block_size  masks per pass plus one, at most what the checkpoint was trained with (the default)
+    prompts     may be an iterator. It is asked before every pass for as long as there is room, and may answer None:
+                nothing is waiting.
+
+    Raises MarsError for anything out of range.
+    """
+    trained, mask_id, room = trained_block_size(model), getattr(model.config, "mars_mask_token_id", None), window(model)
+    block_size = trained if block_size is None else block_size
+    if not 1 <= block_size <= trained:
+        raise MarsError(f"block size {block_size} is out of range: this checkpoint was trained with {trained}")
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if value < 1:
+            raise MarsError(f"{name} is {value}: it must be at least 1")
+    if metric not in METRICS:
+        raise MarsError(f"there is no metric {metric!r}: use one of {', '.join(METRICS)}")
+    if not 0 <= temperature < math.inf:
+        raise MarsError(f"temperature is {temperature}: it must be 0 (greedy) or more")
+    check_supported(model)
+    bounds = bounds_for(threshold, metric, trained > 1)
+
+    def row(request: int, prompt: list[int]) -> Row:
+        if not 0 < len(prompt) < room:
+            raise MarsError(f"prompt {request} has {len(prompt)} tokens: it must have 1 to {room - 1}, for the model's window is {room}")
+        return Row(request, list(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
+
+    def rows() -> Iterator[Row | None]:
+        request = itertools.count()
+        for prompt in prompts:
+            yield None if prompt is None else row(next(request), prompt)
+
+    if isinstance(prompts, (list, tuple)):
+        if isinstance(threshold, (list, tuple)) and len(threshold) != len(prompts):
+            raise MarsError(f"{len(threshold)} thresholds for {len(prompts)} prompts: give one each, or one for all")
+        for request, prompt in enumerate(prompts):
+            row(request, prompt)  # complain before the work begins
+    return decode(model, rows(), bounds, metric, temperature, seed, batch_size, block_size, mask_id)
+
+
+def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95, **options) -> list[Output]:
+    """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
+    outs, ends = [Output() for _ in prompts], end_tokens(model)
+    for index, tokens in stream(model, prompts, max_new_tokens, threshold, **options):
+        outs[index].tokens += tokens
+        outs[index].steps.append(len(tokens))
+        outs[index].stop = "eos" if tokens[-1] in ends else "length"
+    return outs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The throughput timer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int) -> list[Output]:
+    """The model's own Hugging Face `generate`: greedy, in fixed batches, padded on the left, as a user would run it."""
+    outs, ends, pad = [], end_tokens(model), model.generation_config.pad_token_id
+    for i in range(0, len(prompts), batch_size):
+        batch = prompts[i : i + batch_size]
+        P = max(map(len, batch))
+        ids = torch.tensor([[pad] * (P - len(p)) + p for p in batch], device=model.device)
+        real = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in batch], device=model.device)
+        lists = model.generate(ids, attention_mask=real, do_sample=False, max_new_tokens=max_new_tokens)[:, P:].tolist()
+        for tokens in (until_end(tokens, ends) for tokens in lists):
+            outs.append(Output(tokens, [1] * len(tokens), "eos" if tokens[-1] in ends else "length"))
+    return outs
+
+
+def timed(model, work: Callable[[], list[Output]]) -> tuple[list[Output], float, int]:
+    """(outputs, seconds, forward passes) of one run of `work`, with all that it queued on the device."""
+    sync = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    passes = []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    sync()
+    start = time.perf_counter()
+    outs = work()
+    sync()
+    seconds = time.perf_counter() - start
+    hook.remove()
+    return outs, seconds, len(passes)
+
+
+def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: list[float], max_new_tokens: int,
+          repeats: int, metric: str = "probability") -> Iterator[dict]:  # fmt: skip
+    """Time Hugging Face `generate`, ours as AR, and ours at each threshold on the same prompts; yields a row for each.
+
+    All modes take turns in every repeat, so that a noisy machine hurts all alike; figures are medians of the repeats,
+    after one run of each that is not counted.
+    """
+    ar = 0.0 if metric == "entropy" else 1.0
+    for threshold in thresholds:
+        bounds_for(threshold, metric, True)  # complain before the work begins
+    modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar]
+    for size in batch_sizes:
+        runs = {mode: [] for mode in modes}
+        for _ in tqdm(range(1 + repeats), desc=f"batch {size}", leave=False, disable=None):
+            for name, threshold in modes:
+                if name == "hf":
+                    work = lambda: hf_generate(model, prompts, max_new_tokens, size)
+                else:
+                    work = lambda: generate(model, prompts, max_new_tokens, threshold, metric=metric, batch_size=size)
+                runs[name, threshold].append(timed(model, work))
+        baseline = runs["hf", None][0][0]
+        for (name, threshold), results in runs.items():
+            outs, _, passes = results[0]
+            seconds = statistics.median(seconds for _, seconds, _ in results[1:])
+            hf_seconds = statistics.median(seconds for _, seconds, _ in runs["hf", None][1:])
+            tokens, hf_tokens = sum(len(out.tokens) for out in outs), sum(len(out.tokens) for out in baseline)
+            yield {
+                "mode": name, "threshold": threshold, "batch_size": size,
+                "tokens_per_forward": tokens / sum(len(out.steps) for out in outs),
+                "ms_per_forward": 1000 * seconds / passes,
+                "tokens_per_second": tokens / seconds,
+                "speedup": (tokens / seconds) / (hf_tokens / hf_seconds),
+                "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
+                "accuracy": None, "n": len(prompts),
+            }  # fmt: skip
+
+
+def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size: int, repeats: int) -> list[dict]:
+    """Time an optimiser step of AR and of MARS training on the same batch, in turns: medians, and peak memory in MB.
+
+    Every measurement is the second step of a fresh optimiser. Peak memory is CUDA's, or the whole process's on Linux.
+    """
+    runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples[:batch_size])
+    for _ in tqdm(range(1 + repeats), desc="train", leave=False, disable=None):
+        for B, measured in runs.items():
+            steps = train(model, examples[:batch_size], block_size=B, mask_id=mask_id, steps=2, batch_size=batch_size, lr=0.0)
+            next(steps)
+            peak_memory(model.device, reset=True)
+            _, seconds, _ = timed(model, lambda: next(steps))
+            measured.append((1000 * seconds, peak_memory(model.device)))
+    rows = []
+    for B, measured in runs.items():
+        ms, peak = (statistics.median(column) for column in zip(*measured[1:]))
+        rows.append({"mode": "mars" if B > 1 else "ar", "step_ms": ms})
+        rows[-1] |= {"tokens_per_second": 1000 * clean / ms, "peak_memory_mb": peak}
+    for ratio, figure in (("time_ratio", "step_ms"), ("memory_ratio", "peak_memory_mb")):
+        rows[1][ratio] = rows[1][figure] / rows[0][figure]
+    return rows
+
+
+def peak_memory(device: torch.device, reset: bool = False) -> float:
+    """The peak of memory since the last reset, in MB; NaN where the system does not tell."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats() if reset else None
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        Path("/proc/self/clear_refs").write_text("5") if reset else None  # Linux: sets VmHWM back to what is in use now
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
+    except OSError:
+        return math.nan
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train_command(args) -> None:
+    toy, out = args.model == "toy", Path(args.out or f"runs/{Path(args.model).name}")
+    if not toy and not args.data:
+        raise MarsError("name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
+    if args.block_size < 2:
+        raise MarsError(f"block size {args.block_size} is out of range: it must be at least 2 (a block of 1 has no masks)")
+    rows = load_rows(args.data or "toy", args.split, args.seed)
+    if toy and args.stage != "mars":
+        model, tokenizer = toy_model(args.seed)
+        model.to(pick(args.device)[0])
+    else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
+        model, tokenizer = load(str(out / "ar") if toy else args.model, args.device, torch.float32)
+    mask_id = choose_mask_token(model, tokenizer, args.mask_token)
+    check_head(model)
+    tokenized = (encode(tokenizer, row, args.max_length) for row in tqdm(rows, desc="tokenize", leave=False, disable=None))
+    examples = [example for example in tokenized if example]
+    if not examples:
+        raise MarsError("no row has an assistant turn that fits: look at the data, or raise --max-length")
+    print(f"{len(examples):,} examples, {len(rows) - len(examples):,} unusable rows")
+    print(f"{model.num_parameters():,} parameters, {model.device}, mask token {tokenizer.mask_token} = {mask_id}")
+    batch_size = args.batch_size or (32 if toy else 4)
+    epoch = math.ceil(len(examples) / (batch_size * args.accumulate))  # steps
+    for stage in ("ar", "mars") if args.stage == "both" else (args.stage,):
+        steps = args.max_steps or (TOY_STEPS[stage] if toy else math.ceil(args.epochs * epoch))
+        B = args.block_size if stage == "mars" else 1
+        print(f"{stage}: {steps} steps of {batch_size * args.accumulate} examples → {out / stage}")
+        reports = train(
+            model, examples, block_size=B, mask_id=mask_id, steps=steps, batch_size=batch_size, accumulate=args.accumulate,
+            lr=args.lr or (5e-3 if toy else 1e-4), ar_weight=args.ar_weight if stage == "mars" else 1.0,
+            fixed_phase=args.fixed_phase, full_block=args.full_block, seed=args.seed,
+        )  # fmt: skip
+        (out / stage).mkdir(parents=True, exist_ok=True)
+        bar = tqdm(reports, desc=stage, total=steps, unit="step", disable=None)
+        with open(out / stage / "log.jsonl", "w") as log:
+            for record in summaries(bar, args.report_every, steps):
+                line = f"step {record['step']:5}  AR loss {record['ar_loss']:.3f}"
+                if B > 1:
+                    right = " ".join(f"{accuracy:3.0%}" for accuracy in record["mask_accuracy"])
+                    line += f"  mask loss {record['mask_loss']:.3f}  masks right {right}"
+                bar.write(f"{line}  {record['tokens_per_second']:,.0f} tokens/s")
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+        save(model, tokenizer, out / stage, B, mask_id)
+
+
+def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
+    """The reports of `train` summed over `every` steps: what a log line holds."""
+    sums, start = {}, time.perf_counter()
+    for report in reports:
+        sums = {name: value + sums.get(name, 0) for name, value in report.items()}
+        if report["step"] % every and report["step"] < steps:
+            continue
+        nll, hits, count = (sums[name].tolist() for name in ("nll", "hits", "count"))
+        yield {
+            "step": report["step"],
+            "ar_loss": nll[0] / count[0],
+            "mask_loss": sum(nll[1:]) / sum(count[1:]) if sum(count[1:]) else None,
+            "mask_accuracy": [h / c for h, c in zip(hits[1:], count[1:]) if c],
+            "tokens_per_second": sum(count) / (time.perf_counter() - start),
+            "lr": report["lr"],
+            "grad_norm": float(report["grad_norm"]),
+        }
+        sums, start = {}, time.perf_counter()
+
+
+SHADES = ("48;5;24", "48;5;22", "48;5;53")  # backgrounds of successive passes: blue, green, purple
+
+
+def shade(text: str, step: int) -> str:
+    """Text on the background of its pass; line ends stay outside, or the whole line would be coloured."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    on = f"\x1b[38;5;231;{SHADES[step % len(SHADES)]}m"
+    return "\n".join(f"{on}{part}\x1b[0m" if part else "" for part in text.split("\n"))
+
+
+def answer(model, tokenizer, question: str, threshold: float, args) -> dict:
+    """Print the answer to one question as it is decoded, a shade for each pass, and what it took."""
+    prompt = chat_ids(tokenizer, [{"role": "user", "content": question}])
+    out, shown, start = Output(), "", time.perf_counter()
+    options = dict(metric=args.metric, temperature=args.temperature, seed=args.seed, block_size=args.block_size)
+    for _, tokens in stream(model, [prompt], args.max_new_tokens, threshold, **options):
+        out.tokens, out.steps = out.tokens + tokens, out.steps + [len(tokens)]
+        text = tokenizer.decode(out.tokens, skip_special_tokens=True).rstrip("\ufffd")  # half a character can wait
+        print(shade(text[len(shown) :], len(out.steps)), end="", flush=True)
+        shown = text
+    seconds, n, passes = time.perf_counter() - start, len(out.tokens), len(out.steps)
+    print(flush=True)
+    figures = f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s"
+    print(f"{figures} (threshold {threshold})", file=sys.stderr)
+    out.stop = "eos" if out.tokens[-1] in end_tokens(model) else "length"
+    return {"prompt": question, "text": shown, "threshold": threshold, "seconds": seconds, **vars(out)}
+
+
+def generate_command(args) -> None:
+    model, tokenizer = load(args.model, args.device, args.dtype)
+    threshold = args.threshold
+    if threshold is None:  # a plain checkpoint is an AR model
+        threshold = METRICS[args.metric] if trained_block_size(model) > 1 else 0.0 if args.metric == "entropy" else 1.0
+    questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read()])
+    rows = [answer(model, tokenizer, question, threshold, args) for question in questions]
+    write_results(args, model, rows)
+    if questions:
+        return
+    print("Each question stands alone. /threshold 0.8 turns the knob, /quit leaves.")
+    while (line := read_line()) != "/quit":
+        try:
+            if line.startswith("/threshold"):
+                value = float(line.removeprefix("/threshold"))
+                bounds_for(value, args.metric, trained_block_size(model) > 1)
+                threshold = value
+            elif line:
+                answer(model, tokenizer, line, threshold, args)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return "/quit"
+
+
+COLUMNS = {  # of a result table: title, format
+    "mode": ("mode", "<6"), "threshold": ("τ", "6"), "batch_size": ("batch", "5"), "tokens_per_forward": ("tokens/pass", "11.2f"),
+    "ms_per_forward": ("ms/pass", "8.2f"), "tokens_per_second": ("tokens/s", "9,.0f"), "speedup": ("speedup", "7.2f"),
+    "step_ms": ("ms/step", "9.1f"), "peak_memory_mb": ("peak MB", "8,.0f"), "time_ratio": ("time ratio", "10.2f"),
+    "memory_ratio": ("memory ratio", "12.2f"), "accuracy": ("accuracy", "8.1%"), "maths": ("maths", "7.1%"), "code": ("code", "7.1%"),
+}  # fmt: skip
+
+
+def print_table(rows: Iterable[dict], names: str) -> list[dict]:
+    """Print a result table line by line as the rows come; returns them."""
+    columns, done = [(name, *COLUMNS[name]) for name in names.split()], []
+    widths = [max(len(title), int(re.match(r"<?(\d+)", spec)[1])) for _, title, spec in columns]
+    for row in itertools.chain([None], rows):  # the head, then the rows
+        cells = [title if row is None else "-" if row.get(name) is None else f"{row[name]:{spec}}" for name, title, spec in columns]
+        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))), flush=True)
+        done += [row] if row else []
+    return done
+
+
+def hardware(model) -> str:
+    """One line on what a figure was measured with."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if os.path.exists("/proc/cpuinfo") else None
+    name = torch.cuda.get_device_name() if model.device.type == "cuda" else cpu[1] if cpu else platform.processor()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    return f"{name}, {torch.get_num_threads()} threads, {str(model.dtype).removeprefix('torch.')}, {versions}"
+
+
+def write_results(args, model, rows: list[dict]) -> None:
+    """Write the rows of a run, with its settings and what it ran on, to --json FILE."""
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "run"}
+        Path(args.json).write_text(json.dumps({"rows": rows, "settings": settings, "hardware": hardware(model)}, indent=1) + "\n")
+
+
+def bench_command(args) -> None:
+    model, tokenizer = load(args.model, args.device, args.dtype)
+    rows = load_rows(args.data, "train" if args.train else "test")[: args.limit]
+    print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
+    if args.train:
+        mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
+        examples = [example for row in rows if (example := encode(tokenizer, row, args.max_length))]
+        results = bench_train(model.float(), examples, B, mask_id, args.batch_sizes[0], args.repeats)
+        print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
+    else:
+        prompts = [chat_ids(tokenizer, messages_of(row)[:-1]) for row in rows if messages_of(row)]
+        lengths = sorted(map(len, prompts))
+        print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, median of {args.repeats} runs")
+        thresholds = args.thresholds if trained_block_size(model) > 1 else []
+        timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric)
+        results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup")
+        same = min(row["same_as_hf"] for row in results if row["mode"] == "ar")
+        print(f"AR output is Hugging Face's token for token on {same} of {len(prompts)} prompts")
+    write_results(args, model, results)
+
+
+def numbers(kind: type) -> Callable[[str], list]:
+    """An argparse type: "1,8" as a list of numbers."""
+
+    def parse(text: str) -> list:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,8") from None
+
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
+    """Run the command that was asked for; what the user can put right is one line and exit status 2."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except MarsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that every command on a trained checkpoint has."""
+    parser.add_argument("--model", default="runs/toy/mars", help="checkpoint folder or hub id (default %(default)s)")
+    parser.add_argument("--metric", choices=METRICS, default="probability", help="what the threshold bounds (default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, in tokens (default %(default)s, as in the paper)")
+    parser.add_argument("--device", help="cpu, cuda, … (default: cuda where there is one)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, bfloat16 on CUDA")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(description=__doc__.split("\n")[0], epilog="https://arxiv.org/abs/2604.07023")
+    commands = parser.add_subparsers(required=True, metavar="train|generate|bench")
+
+    t = commands.add_parser("train", help="fine-tune a model, or make the toy from nothing (default)")
+    t.set_defaults(run=train_command)
+    add = t.add_argument
+    add("--model", default="toy", help="toy, a checkpoint folder, or a hub id (default %(default)s)")
+    add("--data", help="toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default: toy for the toy)")
+    add("--split", default="train", help="split of a data set on the hub (default %(default)s)")
+    add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other (default %(default)s)")
+    add("--out", help="where OUT/ar and OUT/mars go (default: runs/NAME)")
+    add("--block-size", type=int, default=4, help="B: a pass predicts B tokens (default %(default)s)")
+    add("--max-steps", type=int, help="optimiser steps of each stage (default: 900 for the toy, else by --epochs)")
+    add("--epochs", type=float, default=1, help="visits of the data (default %(default)s; the paper: 5)")
+    add("--batch-size", type=int, help="examples in a forward pass (default: 32 for the toy, else 4)")
+    add("--accumulate", type=int, default=1, help="forward passes in an optimiser step (default %(default)s)")
+    add("--max-length", type=int, default=512, help="prompt and response, in tokens; more is cut (default %(default)s, as in the paper)")
+    add("--lr", type=float, help="peak learning rate (default: 5e-3 for the toy, else 1e-4, for short runs; the paper: 5e-6)")
+    add("--ar-weight", type=float, default=1.0, help="weight of the AR loss in stage mars; 0 is the paper's ablation (default %(default)s)")
+    add("--mask-token", help="name of the token that serves as the mask (default: the model's own, or a spare one)")
+    add("--fixed-phase", action="store_true", help="count blocks from the first response token always, as in the paper's text")
+    add("--full-block", action="store_true", help="train all B masks of a block, as the paper does; the decoder reads B-1")
+    add("--seed", type=int, default=0, help="of data, weights, order and phases (default %(default)s)")
+    add("--report-every", type=int, default=50, help="optimiser steps between reports (default %(default)s)")
+    add("--device", help="cpu, cuda, … (default: cuda where there is one)")
+
+    g = commands.add_parser("generate", help="answer questions, several tokens per pass")
+    g.set_defaults(run=generate_command)
+    add = g.add_argument
+    add("prompt", nargs="*", help="questions; without one, a chat on a terminal, or what is piped in")
+    add("--threshold", type=float, help="commit a mask's prediction from this confidence on; 1 is AR (default 0.95)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
+    add("--block-size", type=int, help="decode with smaller blocks than were trained")
+    add("--seed", type=int, default=0, help="of the sampling (default %(default)s)")
+    add_model_options(g)
+
+    b = commands.add_parser("bench", help="time decoding against Hugging Face generate, or training steps")
+    b.set_defaults(run=bench_command)
+    add = b.add_argument
+    add("--batch-sizes", type=numbers(int), default="1,8", help="comma-separated (default %(default)s)")
+    add("--thresholds", type=numbers(float), default="1.0,0.95,0.9,0.7", help="comma-separated (default %(default)s)")
+    add("--data", default="toy", help="whose questions: toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default %(default)s)")
+    add("--limit", type=int, default=32, help="number of prompts (default %(default)s)")
+    add("--repeats", type=int, default=5, help="timed runs of each mode (default %(default)s)")
+    add("--train", action="store_true", help="time optimiser steps of AR and MARS training instead")
+    add("--mask-token", help="with --train, as in train")
+    add("--max-length", type=int, default=512, help="with --train, as in train (default %(default)s)")
+    add_model_options(b)
+    run(parser, argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,491 @@
+"""The method, one sentence a test. Tiny random models, float32, CPU, no downloads: `python -m pytest -q`."""
+
+import functools
+import json
+import math
+import random
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoModelForCausalLM
+
+import eval as evaluation
+import mars
+
+torch.set_num_threads(1)  # the models are so small that a second thread only waits
+
+B, V, MASK, END = 4, 61, 60, 1
+
+
+@functools.cache
+def tiny(kind="qwen2", **options):
+    """A random model with weights so large that it is sure of some tokens and unsure of others."""
+    config, model = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[kind]
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.25, tie_word_embeddings=True)
+    sizes |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    model = model(config(**sizes | options)).eval()
+    model.config.mars_block_size, model.config.mars_mask_token_id = B, MASK
+    model.generation_config = transformers.GenerationConfig(eos_token_id=END, pad_token_id=0, suppress_tokens=[MASK])
+    return model
+
+
+def prompts(n, longest=23, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(2, MASK) for _ in range(rng.randint(1, longest))] for _ in range(n)]
+
+
+def examples(n, seed=0):
+    rng, texts = random.Random(seed), prompts(2 * n, seed=seed)
+    return [(p, r, rng.randrange(B)) for p, r in zip(texts[::2], texts[1::2])]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_attention_mask_is_the_one_that_is_drawn():
+    """The drawing in the docstring is what the code computes."""
+    rows = [re.findall("[■·]", line) for line in mars.attention_mask.__doc__.split("\n")]
+    drawn = torch.tensor([[cell == "■" for cell in row] for row in rows if row])
+    assert drawn.shape == (10, 10)
+    assert torch.equal(mars.attention_mask(2, 5, 3), drawn)
+
+
+@pytest.mark.parametrize("phase", range(3))
+@pytest.mark.parametrize("full_block", [False, True])
+def test_a_mask_sees_the_clean_text_before_its_block_and_its_own_block(phase, full_block):
+    """Eq. 2, written out pair by pair."""
+    P, R, block = 3, 8, 3
+    index, start = mars.noisy_stream(R, block, phase, full_block)
+    assert index.tolist() == [i for i in range(R - 1) if full_block or i - max(0, (i + phase) // block * block - phase) < block - 1]
+    tokens = [("clean", p, None) for p in range(P + R)] + [("mask", P + i, (i + phase) // block) for i in index.tolist()]
+
+    def sees(query, key):
+        if key[0] == "clean":
+            return key[1] <= query[1] if query[0] == "clean" else key[1] < P + max(0, query[2] * block - phase)
+        return query[0] == "mask" and query[2] == key[2] and key[1] <= query[1]
+
+    expected = [[sees(q, k) for k in tokens] for q in tokens]
+    assert mars.attention_mask(P, R, block, phase, full_block).tolist() == expected
+
+
+def test_a_hand_worked_row():
+    """The mask at index i stands at position P+i and predicts x_{i+1}; clean position p predicts token p+1."""
+    rows = mars.collate([([7, 8], [11, 12, 13, 14, 15], 0), ([9], [21, 22], 1)], 3, MASK)
+    _ = mars.IGNORE
+    assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK], [9, 21, 22] + [MASK] * 7]
+    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]]
+    assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15], [21, 22, _, 22, _, _, _, _, _, _]]
+    assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1], [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind, attention", [("qwen2", "sdpa"), ("llama", "sdpa"), ("llama", "eager")])
+def test_what_is_trained_is_what_the_decoder_runs(kind, attention):
+    """The logits of mask m of block k are those of a causal forward over prompt + x[:s_k] + m+1 masks, at its end."""
+    model, batch = tiny(kind, attn_implementation=attention), examples(5)
+    rows = mars.collate(batch, B, MASK)
+    with torch.no_grad():
+        mask = mars.for_attention(rows["mask"], model)
+        logits = model(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=mask).logits
+        for row, (prompt, response, phase) in zip(logits, batch):
+            C = len(prompt) + len(response)
+            plain = model(torch.tensor([prompt + response])).logits[0]
+            torch.testing.assert_close(row[:C], plain, atol=1e-4, rtol=1e-5)
+            assert torch.equal(row[:C].argmax(-1), plain.argmax(-1))
+            for j, (index, start) in enumerate(zip(*(t.tolist() for t in mars.noisy_stream(len(response), B, phase)))):
+                decoded = model(torch.tensor([prompt + response[:start] + [MASK] * (index - start + 1)])).logits[0, -1]
+                torch.testing.assert_close(row[C + j], decoded, atol=1e-4, rtol=1e-5)
+                assert row[C + j].argmax() == decoded.argmax()
+
+
+@pytest.mark.parametrize("block_size, ar_weight, full_block", [(1, 1.0, False), (B, 1.0, False), (B, 0.0, False), (B, 0.5, True)])
+def test_the_loss_is_the_sum_of_two_means(block_size, ar_weight, full_block):
+    """L = L_mask + ar_weight · L_AR, each a mean over its supervised tokens, one forward pass per token (Eq. 5)."""
+    model, ar, masked = tiny(), [], []
+    batch = [(prompt, response, phase % block_size) for prompt, response, phase in examples(4)]
+    with torch.no_grad():
+        for prompt, response, phase in batch:
+            predict = lambda ids, label: F.cross_entropy(model(torch.tensor([ids])).logits[0, -1:], torch.tensor([label])).item()
+            ar += [predict(prompt + response[:i], x) for i, x in enumerate(response)]
+            for index, start in zip(*(t.tolist() for t in mars.noisy_stream(len(response), block_size, phase, full_block))):
+                masked.append(predict(prompt + response[:start] + [MASK] * (index - start + 1), response[index + 1]))
+        loss, parts = mars.mars_loss(model, batch, block_size, MASK, ar_weight, full_block)
+    assert (len(ar), len(masked)) == mars.count_targets(batch, block_size, full_block)
+    expected = ar_weight * sum(ar) / len(ar) + (sum(masked) / len(masked) if masked else 0)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert parts["nll"][0].item() == pytest.approx(sum(ar), rel=1e-5)
+    assert parts["count"].sum() == len(ar) + len(masked)
+
+
+def gradient(model, batches, totals=None):
+    model.zero_grad()
+    for batch in batches:
+        mars.mars_loss(model, batch, B, MASK, totals=totals)[0].backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_gradients_do_not_depend_on_how_a_step_is_split(monkeypatch):
+    """Micro-batches of unequal rows, and logits in chunks, add up to the gradient of the whole."""
+    model, batch = tiny(), examples(8)
+    whole = gradient(model, [batch])
+    totals = mars.count_targets(batch, B)
+    torch.testing.assert_close(gradient(model, [batch[:3], batch[3:]], totals), whole, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(gradient(model, [batch[:3], batch[3:]]) / 2, whole, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(mars, "CHUNK", 5 * V)
+    torch.testing.assert_close(gradient(model, [batch]), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_every_alignment_of_blocks_is_practised():
+    """Order and phase follow from (seed, visit, example) alone, and phases take every value."""
+    data = [([i], [i]) for i in range(100)]
+    take = lambda seed, fixed=False: [next(it) for it in [mars.visits(data, B, fixed, seed)] for _ in range(200)]
+    assert take(0) == take(0) != take(1)
+    assert {phase for *_, phase in take(0)} == set(range(B)) and {phase for *_, phase in take(0, True)} == {0}
+    assert sorted(p for p, *_ in take(0)[:100]) == [[i] for i in range(100)]
+    assert take(0)[:100] != take(0)[100:]
+
+
+def test_training_learns():
+    """A few steps on one batch make both losses fall, and the report counts each mask offset apart."""
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(tiny().config)
+    data = [(p, r) for p, r, _ in examples(4)]
+    reports = list(mars.train(model, data, block_size=B, mask_id=MASK, steps=30, batch_size=2, accumulate=2, lr=5e-3))
+    first, last = (report["nll"] / report["count"].clamp(min=1) for report in (reports[0], reports[-1]))
+    assert (last[:B] < 0.7 * first[:B]).all() and last[B] == 0
+    assert not model.training
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check(model, texts, outs, threshold, max_new_tokens, block_size=B):
+    """Every row is what the naive decoder makes of it alone, pass by pass."""
+    for i, (prompt, out) in enumerate(zip(texts, outs)):
+        tau = threshold[i] if isinstance(threshold, list) else threshold
+        assert out == mars.naive_generate(model, prompt, max_new_tokens, tau, block_size), i
+        assert sum(out.steps) == len(out.tokens) and MASK not in out.tokens and END not in out.tokens[:-1]
+
+
+@pytest.mark.parametrize("kind, attention", [("qwen2", "sdpa"), ("llama", "sdpa"), ("llama", "eager")])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_the_fast_decoder_is_the_naive_one(kind, attention, batch_size):
+    """Cached equals uncached and a row in a batch equals the row alone: unequal prompts, acceptance, ends."""
+    model, texts = tiny(kind, attn_implementation=attention), prompts(12)
+    for threshold in (1.0, 0.9, 0.5, 0.2):
+        outs = mars.generate(model, texts, 70, threshold, batch_size=batch_size)
+        check(model, texts, outs, threshold, 70)
+    assert len({out.stop for out in outs}) == 2, "some rows should meet an end token and some should not"
+    assert {1, B} <= {n for out in outs for n in out.steps}, "acceptance should vary"
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_smaller_block_than_was_trained(block_size):
+    """A checkpoint decodes with any block size up to its own."""
+    outs = mars.generate(tiny(), prompts(4), 20, 0.3, block_size=block_size)
+    check(tiny(), prompts(4), outs, 0.3, 20, block_size)
+    assert max(n for out in outs for n in out.steps) == block_size
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_threshold_one_is_autoregressive_decoding(batch_size, tmp_path):
+    """At τ = 1 the output is Hugging Face's greedy output, also of the saved checkpoint in plain AutoModelForCausalLM."""
+    model, tokenizer = mars.toy_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 12  # an untrained model's output would be one token again and again
+    mars.save(model, tokenizer, tmp_path, B, tokenizer.mask_token_id)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours, _ = mars.load(str(tmp_path), "cpu")
+    questions = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in mars.toy_rows("test", 8)]
+    theirs = mars.hf_generate(plain, questions, 40, batch_size)
+    assert mars.generate(ours, questions, 40, 1.0, batch_size=batch_size) == theirs
+    assert len({tuple(out.tokens) for out in theirs}) > 4
+    assert {n for out in theirs for n in out.steps} == {1}
+
+
+def test_threshold_one_reads_no_masks_and_finished_rows_cost_nothing():
+    """AR rows are fed one token a pass; the rows fed in all passes together are those that were still being decoded."""
+    shapes = []
+    hook = tiny().register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
+    texts = prompts(9, seed=3)
+    outs = mars.generate(tiny(), texts, 30, 1.0, batch_size=4)
+    assert sum(n for n, _ in shapes) == sum(len(out.steps) for out in outs)
+    assert {q for _, q in shapes} - {len(p) for p in texts} <= {1}
+    shapes.clear()
+    outs = mars.generate(tiny(), texts, 30, 0.4, batch_size=4)
+    hook.remove()
+    assert sum(n for n, _ in shapes) == sum(len(out.steps) for out in outs)
+    assert {q for _, q in shapes} - {len(p) + B - 1 for p in texts} <= set(range(B, 2 * B))
+
+
+def test_thresholds_per_request_and_on_the_fly():
+    """The knob may differ from row to row, and turn while it runs; a row at τ = 1 beside drafting rows stays AR."""
+    texts, taus = prompts(6), [1.0, 0.2, 0.9, 1.0, 0.5, 0.05]
+    outs = mars.generate(tiny(), texts, 40, taus, batch_size=3)
+    check(tiny(), texts, outs, taus, 40)
+    knob = iter([1.0, 1.0, 0.05, 0.05, 1.0, 0.05] + [1.0] * 99)
+    (out,) = mars.generate(tiny(), texts[4:5], 20, lambda: next(knob))
+    assert out.steps[0] == out.steps[1] == out.steps[4] == 1 and out.steps[2:4] == [B, B] and set(out.steps[6:]) <= {1}
+
+
+def test_the_first_end_token_inside_a_run_ends_the_row():
+    """What lies beyond an end token is neither emitted nor counted, and token limits cut a run as well."""
+    assert mars.until_end([5, END, 6, END], {END}) == [5, END] and mars.until_end([5, 6], {END}) == [5, 6]
+    outs = mars.generate(tiny(), prompts(30), 64, 0.05)
+    ended = [out for out in outs if out.stop == "eos"]
+    assert any(out.steps[-1] < B for out in ended) and all(out.tokens.count(END) == 1 for out in ended)
+    for n in range(1, 9):
+        cut = mars.generate(tiny(), prompts(30), n, 0.05)
+        assert [out.tokens for out in cut] == [out.tokens[:n] for out in outs]
+        assert all(out.stop == ("eos" if out.tokens[-1] == END else "length") for out in cut)
+
+
+def test_a_row_ends_at_the_end_of_the_window():
+    """Decoding stops at the model's context window, and masks beyond it disturb nothing."""
+    model, prompt = tiny(max_position_embeddings=16), [5, 6, 7, 8, 9, 10]
+    (out,) = mars.generate(model, [prompt], 256, 0.3)
+    assert len(out.tokens) <= 10 and (out.stop == "eos" or len(out.tokens) == 10)
+    assert out == mars.naive_generate(model, prompt, 10, 0.3, B)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_may_arrive_while_it_runs(temperature):
+    """An iterator is asked before every pass, may answer None, and no row waits for or depends on its company."""
+    texts, times = prompts(7), [3, 0, 0, 9, 1, 30, 0]
+
+    def arrivals():
+        for prompt, wait in zip(texts, times):
+            yield from [None] * wait
+            yield prompt
+
+    outs = [[] for _ in texts]
+    for index, tokens in mars.stream(tiny(), arrivals(), 25, 0.4, batch_size=3, temperature=temperature):
+        outs[index] += tokens
+    options = dict(batch_size=8, temperature=temperature)
+    assert outs == [out.tokens for out in mars.generate(tiny(), texts, 25, 0.4, **options)]
+
+
+def test_sampling_noise_belongs_to_seed_request_and_position():
+    """A token's Gumbel noise is the same in any company, and argmax(logits + noise) draws from the softmax."""
+    noise = mars.gumbel(3, [5, 2], torch.tensor([[7, 8], [9, 10]]), 11)
+    assert torch.equal(noise[1, 0], mars.gumbel(3, [2], torch.tensor([[9]]), 11)[0, 0])
+    assert len({tuple(x.tolist()) for x in noise.flatten(0, 1)} | {tuple(mars.gumbel(4, [5], torch.tensor([[7]]), 11)[0, 0].tolist())}) == 5
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    draws = (logits + mars.gumbel(0, list(range(100)), torch.arange(400).repeat(100, 1), 4)).argmax(-1)
+    expected = 40000 * logits.softmax(-1)
+    chi_square = ((draws.flatten().bincount(minlength=4) - expected) ** 2 / expected).sum()
+    assert chi_square < 16.27  # 3 degrees of freedom, p = 0.001
+    outs = [mars.generate(tiny(), prompts(5), 20, 0.5, temperature=1.0, seed=seed, batch_size=n) for seed, n in ((0, 1), (0, 5), (1, 5))]
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_the_three_metrics():
+    """Top probability, margin of the top two, and entropy in nats; each has a threshold at which it is AR."""
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    assert mars.confidence(logits, "probability").item() == pytest.approx(0.5)
+    assert mars.confidence(logits, "margin").item() == pytest.approx(0.2)
+    assert mars.confidence(logits, "entropy").item() == pytest.approx(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
+    greedy = mars.generate(tiny(), prompts(4), 20, 1.0)
+    for metric, ar, loose in (("margin", 1, 1e-9), ("entropy", 0, 99.0)):
+        assert mars.generate(tiny(), prompts(4), 20, ar, metric=metric) == greedy
+        assert all(set(out.steps[:-1]) <= {B} for out in mars.generate(tiny(), prompts(4), 20, loose, metric=metric))
+        some = mars.generate(tiny(), prompts(4), 20, 0.4, metric=metric)
+        assert {1, 2} <= {n for out in some for n in out.steps}
+
+
+def test_stale_cache_slots_are_never_seen(monkeypatch):
+    """Poison every slot that a pass does not write and that nothing has committed: the output stays the same."""
+    aim = mars.SlotCache.aim
+
+    def poisoned(self, first, lengths, back, ahead, device):
+        for line, length in enumerate(lengths, first):
+            for buffer in (b for layer in self.layers for b in layer):
+                buffer[line, max(length - back, 0) :] = 1e4
+        return aim(self, first, lengths, back, ahead, device)
+
+    before = mars.generate(tiny(), prompts(6), 40, 0.3, batch_size=3)
+    monkeypatch.setattr(mars.SlotCache, "aim", poisoned)
+    assert mars.generate(tiny(), prompts(6), 40, 0.3, batch_size=3) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data, checkpoints, command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_toy_problems_are_disjoint_and_solvable():
+    """No test problem is a training problem, every reference answer is right, and wrong answers are wrong."""
+    training, held_out = mars.toy_rows("train", 3000), mars.toy_rows("test", 1000)
+    assert not {row["key"] for row in training} & {row["key"] for row in held_out}
+    assert held_out == mars.toy_rows("test", 1000) != mars.toy_rows("test", 1000, seed=1)
+    for row in held_out:
+        assert evaluation.toy_correct(row, row.get("answer") or row["completion"])
+    code = [row for row in held_out if row["task"] == "code"]
+    assert sum(evaluation.toy_correct(row, "    return 1") for row in code) < 0.02 * len(code)
+    assert not any(evaluation.toy_correct(row, row["answer"] + "1") for row in held_out if row["task"] == "maths")
+
+
+def test_toy_code_that_is_more_than_toy_code_is_not_run():
+    """A completion may hold only the toy's few words of Python."""
+    row = {"task": "code", "prompt": "def f(x):\n", "test": "assert f(1) == 1"}
+    assert evaluation.toy_correct(row, "    return x")
+    for body in ("    return x\nf = 1", "    while x: x = 1\n    return x", "    import os\n    return x", "    return x.real", "    return abs(x)",
+                 "    return [y for y in x for z in x]", "    return x * 9 * 9 * 9", "    return", "", "    return (x"):  # fmt: skip
+        assert not evaluation.toy_correct(row, body), body
+
+
+def test_the_response_is_found_and_ends_with_its_end_token():
+    """Prompt and response are what the decoder reads and writes; a response that was cut has no end token."""
+    _, tokenizer = mars.toy_model()
+    row = {"question": "Ann has 9 figs.", "answer": "#### 9"}
+    prompt, response = mars.encode(tokenizer, row)
+    assert tokenizer.decode(prompt) == "User:\nAnn has 9 figs.<|end|>\nAssistant:\n"
+    assert tokenizer.decode(response) == "#### 9<|end|>"
+    assert mars.closing_token(tokenizer) == tokenizer.eos_token_id
+    assert mars.encode(tokenizer, row, len(prompt) + 2) == (prompt, response[:2])
+    assert mars.encode(tokenizer, row, len(prompt)) is None
+    chat = [{"role": "user", "content": "Ann has 9 figs."}, {"role": "assistant", "content": "#### 9"}]
+    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == (prompt, response)
+    assert mars.encode(tokenizer, {"messages": chat[:1]}) is None and mars.encode(tokenizer, {"question": "", "answer": ""}) is None
+    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == (prompt, response)
+
+
+def test_the_mask_token_takes_a_row_that_is_there():
+    """The tokenizer's own mask token, else a spare row, else an unused special token by name, else an error."""
+    model, tokenizer = mars.toy_model()
+    rows = model.get_input_embeddings().num_embeddings
+    assert mars.choose_mask_token(model, tokenizer) == tokenizer.convert_tokens_to_ids("<|mask|>")
+
+    def without_mask():
+        _, tokenizer = mars.toy_model()
+        tokenizer.mask_token = None
+        return tokenizer
+
+    with pytest.raises(mars.MarsError, match=re.escape("<|mask|>")):  # no row to spare: the candidates are named
+        mars.choose_mask_token(model, without_mask())
+    with pytest.raises(mars.MarsError, match="--mask-token"):
+        mars.choose_mask_token(model, without_mask(), "Ann")
+    assert mars.choose_mask_token(model, without_mask(), "<|mask|>") == tokenizer.mask_token_id
+    model.resize_token_embeddings(rows + 3)  # as Qwen2.5: more rows than names
+    tokenizer = without_mask()
+    assert mars.choose_mask_token(model, tokenizer, "<|new|>") == rows and tokenizer.mask_token == "<|new|>"
+    assert model.get_input_embeddings().num_embeddings == rows + 3
+
+
+def test_a_checkpoint_carries_what_decoding_needs(tmp_path):
+    """config.json has the block size and the mask id; the generation config ends and suppresses what it must."""
+    model, tokenizer = mars.toy_model()
+    mars.save(model, tokenizer, tmp_path, B, tokenizer.mask_token_id)
+    config, generation = (json.loads((tmp_path / f"{name}config.json").read_text()) for name in ("", "generation_"))
+    assert config["mars_block_size"] == B and config["mars_mask_token_id"] == tokenizer.mask_token_id
+    assert generation["suppress_tokens"] == [tokenizer.mask_token_id] and generation["eos_token_id"] == [tokenizer.eos_token_id]
+    loaded, again = mars.load(str(tmp_path), "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+    assert again("Ann has 9 figs.").input_ids == tokenizer("Ann has 9 figs.").input_ids
+
+
+@pytest.mark.parametrize("options, complaint", [
+    (dict(threshold=0.0), "out of range"), (dict(threshold=1.5), "out of range"), (dict(threshold=[0.5]), "1 thresholds for 2 prompts"),
+    (dict(threshold=-1, metric="entropy"), "out of range"), (dict(metric="top"), "no metric"), (dict(block_size=5), "block size 5"),
+    (dict(max_new_tokens=0), "at least 1"), (dict(batch_size=0), "at least 1"), (dict(temperature=-1), "temperature"),
+    (dict(threshold=math.nan), "out of range"),
+])  # fmt: skip
+def test_options_out_of_range_are_refused(options, complaint):
+    """Errors come before the work begins, and say what is wrong."""
+    with pytest.raises(mars.MarsError, match=complaint):
+        mars.stream(tiny(), prompts(2), **options)
+
+
+def test_models_that_would_be_silently_wrong_are_refused():
+    """A plain checkpoint has no drafts; sliding windows, dynamic rope and foreign attention need other masks."""
+    plain = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**tiny().config.to_dict(), "mars_block_size": None}))
+    assert mars.generate(plain, [[5]], 3, 1.0)[0].steps
+    with pytest.raises(mars.MarsError, match="not trained with masks"):
+        mars.generate(plain, [[5]], 3, 0.9)
+    for prompt in ([], [5] * 256):
+        with pytest.raises(mars.MarsError, match="window of 256"):
+            mars.generate(tiny(), [prompt], 3, 1.0)
+    small = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=64)
+    for config, model in (
+        (transformers.MistralConfig(**small, sliding_window=8), transformers.MistralForCausalLM),
+        (transformers.LlamaConfig(**small, rope_parameters=rope), transformers.LlamaForCausalLM),
+        (transformers.LlamaConfig(**small, attn_implementation="flex_attention"), transformers.LlamaForCausalLM),
+    ):
+        with pytest.raises(mars.MarsError, match="not supported|takes no mask"):
+            mars.check_supported(model(config))
+    mars.check_head(tiny())
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**small, head_dim=8, final_logit_softcapping=0.5))
+    with pytest.raises(mars.MarsError, match="after its output layer"):
+        mars.check_head(capped)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    model, tokenizer = mars.toy_model()
+    mars.save(model, tokenizer, folder, B, tokenizer.mask_token_id)
+    return str(folder)
+
+
+@pytest.mark.parametrize("command, complaint", [
+    ("generate --model {tmp}/none Hi", "python mars.py train"), ("generate --model {tmp}/broken Hi", "python mars.py train"),
+    ("generate --model {tmp}/truncated Hi", "python mars.py train"), ("generate --model {ok} --threshold 0 Hi", "out of range"),
+    ("generate --model {ok} --block-size 9 Hi", "block size 9"), ("generate --model {ok} --max-new-tokens 3 {long}", "window"),
+    ("generate --model {ok} --threshold x Hi", "--threshold"), ("bench --model {ok} --thresholds 0.9,2", "out of range"),
+    ("train --model {ok}", "--data"), ("train --block-size 1", "block size 1"), ("train --model {ok} --data {tmp}/none.jsonl", "no data file"),
+    ("train --model {ok} --data {tmp}/empty.jsonl", "is empty"), ("train --model {ok} --data {tmp}/bad.jsonl", "line 2"),
+    ("train --model {ok} --data {tmp}/columns.jsonl", "no usable columns"), ("train --model {ok} --data {tmp}/none", "cannot load"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_status_2(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
+    """What the user can put right is said in one line, without a traceback."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, text in {"empty.jsonl": "\n", "bad.jsonl": '{"question": "a", "answer": "b"}\n{"question', "columns.jsonl": '{"text": "a"}'}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    mars.save(*mars.toy_model(), tmp_path / "truncated", B, 2)
+    weights = tmp_path / "truncated/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:10000])
+    words = [w.format(tmp=tmp_path, ok=checkpoint, long="fig " * 600) for w in command.split()]
+    with pytest.raises(SystemExit) as stop:
+        mars.main(words)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and complaint in error and error.count("\n") == 1 and error.startswith("error: ")
+
+
+def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch):
+    """Train on a file of chats, generate, time and evaluate, as a user would."""
+    monkeypatch.setattr(mars.sys.stdin, "isatty", lambda: True, raising=False)
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(json.dumps({k: row[k] for k in ("question", "answer")}) for row in mars.toy_rows("train", 40)[::2]))
+    out = tmp_path / "out"
+    mars.main(f"train --model {checkpoint} --data {data} --out {out} --max-steps 4 --batch-size 2 --report-every 2".split())
+    for stage in ("ar", "mars"):
+        log = [json.loads(line) for line in (out / stage / "log.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in log] == [2, 4] and len(log[0]["mask_accuracy"]) == (B - 1) * (stage == "mars")
+    assert [mars.trained_block_size(mars.load(str(out / stage))[0]) for stage in ("ar", "mars")] == [1, B]
+    result = tmp_path / "r.json"
+    mars.main(["generate", "--model", f"{out}/mars", "--max-new-tokens", "8", "--json", str(result), "Ann has 9 figs."])
+    printed = capsys.readouterr()
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["text"] in printed.out and "\x1b" not in printed.out and sum(row["steps"]) == len(row["tokens"])
+    assert "tokens per pass" in printed.err
+    mars.main(f"bench --model {out}/mars --limit 4 --repeats 1 --max-new-tokens 6 --batch-sizes 1,2 --json {result}".split())
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["mode"], row["batch_size"]) for row in rows] == [(m, n) for n in (1, 2) for m in ("hf", "ar", "mars", "mars", "mars")]
+    assert rows[0]["speedup"] == 1 and all(row["same_as_hf"] == 4 for row in rows if row["mode"] == "ar")
+    evaluation.main(f"toy --model {out}/mars --limit 6 --thresholds 1.0,0.5 --json {result}".split())
+    rows = json.loads(result.read_text())["rows"]
+    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("ar", 1.0, 6), ("mars", 0.5, 6)]
