@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-TOY_STEPS = {"ar": 900, "mars": 900}
+TOY_STEPS = {"ar": 1100, "mars": 800}
 CHUNK = 2**25  # logits held at a time in training: 128 MB in float32
 IGNORE = -100  # label of a position that is not trained (PyTorch's convention)
 
@@ -1140,7 +1140,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other (default %(default)s)")
     add("--out", help="where OUT/ar and OUT/mars go (default: runs/NAME)")
     add("--block-size", type=int, default=4, help="B: a pass predicts B tokens (default %(default)s)")
-    add("--max-steps", type=int, help="optimiser steps of each stage (default: 900 for the toy, else by --epochs)")
+    add("--max-steps", type=int, help="optimiser steps of each stage (default: 1100 and 800 for the toy, else by --epochs)")
     add("--epochs", type=float, default=1, help="visits of the data (default %(default)s; the paper: 5)")
     add("--batch-size", type=int, help="examples in a forward pass (default: 32 for the toy, else 4)")
     add("--accumulate", type=int, default=1, help="forward passes in an optimiser step (default %(default)s)")
