@@ -76,8 +76,6 @@ def toy(model, tokenizer, args) -> Iterator[dict]:
 
 
 def evaluate(args) -> None:
-    if args.limit < 1:
-        raise mars.MarsError(f"--limit is {args.limit}: it must be at least 1")
     model, tokenizer = mars.load(args.model, args.device, args.dtype)
     print(f"{args.model}, {args.limit} held-out problems\n{mars.hardware(model)}")
     rows = mars.print_table(toy(model, tokenizer, args), "mode threshold accuracy maths code tokens_per_forward tokens_per_second")
@@ -89,9 +87,9 @@ def main(argv: list[str] | None = None) -> None:
     tasks = parser.add_subparsers(required=True, metavar="toy")
     t = tasks.add_parser("toy", help="held-out problems of the toy world")
     t.set_defaults(run=evaluate)
-    t.add_argument("--limit", type=int, default=1000, help="number of problems (default %(default)s)")
+    t.add_argument("--limit", type=mars.positive, default=1000, help="number of problems (default %(default)s)")
     t.add_argument("--thresholds", type=mars.numbers(float), default="1.0,0.95,0.9,0.8,0.7,0.6,0.5", help="comma-separated (default %(default)s)")
-    t.add_argument("--batch-size", type=int, default=32, help="rows in a batch (default %(default)s)")
+    t.add_argument("--batch-size", type=mars.positive, default=32, help="rows in a batch (default %(default)s)")
     mars.add_model_options(t)
     mars.run(parser, argv)
 

@@ -631,8 +631,10 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
     while live or waiting:
         # 1. Admit. The row at live[i] owns line i of the cache; a finished row's place is taken at once.
         while waiting and len(live) < batch_size and (row := next(rows, END)):
-            waiting = row is not END
-            live += [row] * waiting
+            if row is END:
+                waiting = False
+            else:
+                live.append(row)
         if not live:
             time.sleep(1e-3 * waiting)  # nothing to do until somebody asks
             continue
@@ -952,11 +954,11 @@ def train_command(args) -> None:
 
 
 def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
-    """The reports of `train` summed over `every` steps: what a log line holds."""
+    """The reports of `train`, averaged over `every` steps and for the first by itself: what a log line holds."""
     sums, start = {}, time.perf_counter()
     for report in reports:
         sums = {name: value + sums.get(name, 0) for name, value in report.items()}
-        if report["step"] % every and report["step"] < steps:
+        if report["step"] % every and report["step"] not in (1, steps):
             continue
         nll, hits, count = (sums[name].tolist() for name in ("nll", "hits", "count"))
         yield {
@@ -1005,7 +1007,9 @@ def generate_command(args) -> None:
     threshold = args.threshold
     if threshold is None:  # a plain checkpoint is an AR model
         threshold = METRICS[args.metric] if trained_block_size(model) > 1 else 0.0 if args.metric == "entropy" else 1.0
-    questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read()])
+    questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
+    if "" in questions:
+        raise MarsError("there is no question: give one as an argument, or pipe one in")
     rows = [answer(model, tokenizer, question, threshold, args) for question in questions]
     write_results(args, model, rows)
     if questions:
@@ -1086,7 +1090,14 @@ def bench_command(args) -> None:
     write_results(args, model, results)
 
 
-def numbers(kind: type) -> Callable[[str], list]:
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def numbers(kind: Callable) -> Callable[[str], list]:
     """An argparse type: "1,8" as a list of numbers."""
 
     def parse(text: str) -> list:
@@ -1110,7 +1121,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except MarsError as error:
+    except (MarsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -1121,7 +1132,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Options that every command on a trained checkpoint has."""
     parser.add_argument("--model", default="runs/toy/mars", help="checkpoint folder or hub id (default %(default)s)")
     parser.add_argument("--metric", choices=METRICS, default="probability", help="what the threshold bounds (default %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer, in tokens (default %(default)s, as in the paper)")
+    parser.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer, in tokens (default %(default)s, as in the paper)")
     parser.add_argument("--device", help="cpu, cuda, … (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
@@ -1140,18 +1151,18 @@ def main(argv: list[str] | None = None) -> None:
     add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other (default %(default)s)")
     add("--out", help="where OUT/ar and OUT/mars go (default: runs/NAME)")
     add("--block-size", type=int, default=4, help="B: a pass predicts B tokens (default %(default)s)")
-    add("--max-steps", type=int, help="optimiser steps of each stage (default: 1100 and 800 for the toy, else by --epochs)")
+    add("--max-steps", type=positive, help="optimiser steps of each stage (default: 1100 and 800 for the toy, else by --epochs)")
     add("--epochs", type=float, default=1, help="visits of the data (default %(default)s; the paper: 5)")
-    add("--batch-size", type=int, help="examples in a forward pass (default: 32 for the toy, else 4)")
-    add("--accumulate", type=int, default=1, help="forward passes in an optimiser step (default %(default)s)")
-    add("--max-length", type=int, default=512, help="prompt and response, in tokens; more is cut (default %(default)s, as in the paper)")
+    add("--batch-size", type=positive, help="examples in a forward pass (default: 32 for the toy, else 4)")
+    add("--accumulate", type=positive, default=1, help="forward passes in an optimiser step (default %(default)s)")
+    add("--max-length", type=positive, default=512, help="prompt and response, in tokens; more is cut (default %(default)s, as in the paper)")
     add("--lr", type=float, help="peak learning rate (default: 5e-3 for the toy, else 1e-4, for short runs; the paper: 5e-6)")
     add("--ar-weight", type=float, default=1.0, help="weight of the AR loss in stage mars; 0 is the paper's ablation (default %(default)s)")
     add("--mask-token", help="name of the token that serves as the mask (default: the model's own, or a spare one)")
     add("--fixed-phase", action="store_true", help="count blocks from the first response token always, as in the paper's text")
     add("--full-block", action="store_true", help="train all B masks of a block, as the paper does; the decoder reads B-1")
     add("--seed", type=int, default=0, help="of data, weights, order and phases (default %(default)s)")
-    add("--report-every", type=int, default=50, help="optimiser steps between reports (default %(default)s)")
+    add("--report-every", type=positive, default=50, help="optimiser steps between reports (default %(default)s)")
     add("--device", help="cpu, cuda, … (default: cuda where there is one)")
 
     g = commands.add_parser("generate", help="answer questions, several tokens per pass")
@@ -1167,14 +1178,14 @@ def main(argv: list[str] | None = None) -> None:
     b = commands.add_parser("bench", help="time decoding against Hugging Face generate, or training steps")
     b.set_defaults(run=bench_command)
     add = b.add_argument
-    add("--batch-sizes", type=numbers(int), default="1,8", help="comma-separated (default %(default)s)")
+    add("--batch-sizes", type=numbers(positive), default="1,8", help="comma-separated (default %(default)s)")
     add("--thresholds", type=numbers(float), default="1.0,0.95,0.9,0.7", help="comma-separated (default %(default)s)")
     add("--data", default="toy", help="whose questions: toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default %(default)s)")
-    add("--limit", type=int, default=32, help="number of prompts (default %(default)s)")
-    add("--repeats", type=int, default=5, help="timed runs of each mode (default %(default)s)")
+    add("--limit", type=positive, default=32, help="number of prompts (default %(default)s)")
+    add("--repeats", type=positive, default=5, help="timed runs of each mode (default %(default)s)")
     add("--train", action="store_true", help="time optimiser steps of AR and MARS training instead")
     add("--mask-token", help="with --train, as in train")
-    add("--max-length", type=int, default=512, help="with --train, as in train (default %(default)s)")
+    add("--max-length", type=positive, default=512, help="with --train, as in train (default %(default)s)")
     add_model_options(b)
     run(parser, argv)
 

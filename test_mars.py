@@ -450,6 +450,7 @@ def checkpoint(tmp_path_factory):
     ("train --model {ok}", "--data"), ("train --block-size 1", "block size 1"), ("train --model {ok} --data {tmp}/none.jsonl", "no data file"),
     ("train --model {ok} --data {tmp}/empty.jsonl", "is empty"), ("train --model {ok} --data {tmp}/bad.jsonl", "line 2"),
     ("train --model {ok} --data {tmp}/columns.jsonl", "no usable columns"), ("train --model {ok} --data {tmp}/none", "cannot load"),
+    ("bench --model {ok} --limit 0", "at least 1"), ("bench --model {ok} --batch-sizes 1,x", "at least 1"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
     """What the user can put right is said in one line, without a traceback."""
@@ -477,7 +478,7 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
     mars.main(f"train --model {checkpoint} --data {data} --out {out} --max-steps 4 --batch-size 2 --report-every 2".split())
     for stage in ("ar", "mars"):
         log = [json.loads(line) for line in (out / stage / "log.jsonl").read_text().splitlines()]
-        assert [record["step"] for record in log] == [2, 4] and len(log[0]["mask_accuracy"]) == (B - 1) * (stage == "mars")
+        assert [record["step"] for record in log] == [1, 2, 4] and len(log[0]["mask_accuracy"]) == (B - 1) * (stage == "mars")
     assert [mars.trained_block_size(mars.load(str(out / stage))[0]) for stage in ("ar", "mars")] == [1, B]
     result = tmp_path / "r.json"
     mars.main(["generate", "--model", f"{out}/mars", "--max-new-tokens", "8", "--json", str(result), "Ann has 9 figs."])
