@@ -864,6 +864,7 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
                 "tokens_per_second": tokens / seconds,
                 "speedup": (tokens / seconds) / (hf_tokens / hf_seconds),
                 "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
+                "new_tokens": sorted(len(out.tokens) for out in outs),
                 "accuracy": None, "n": len(prompts),
             }  # fmt: skip
 
@@ -943,11 +944,11 @@ def train_command(args) -> None:
         bar = tqdm(reports, desc=stage, total=steps, unit="step", disable=None)
         with open(out / stage / "log.jsonl", "w") as log:
             for record in summaries(bar, args.report_every, steps):
-                line = f"step {record['step']:5}  AR loss {record['ar_loss']:.3f}"
-                if B > 1:
-                    right = " ".join(f"{accuracy:3.0%}" for accuracy in record["mask_accuracy"])
-                    line += f"  mask loss {record['mask_loss']:.3f}  masks right {right}"
-                bar.write(f"{line}  {record['tokens_per_second']:,.0f} tokens/s")
+                losses = f"AR loss {record['ar_loss']:.3f}" + (f"  mask loss {record['mask_loss']:.3f}" if B > 1 else "")
+                right = "".join(f" {accuracy:3.0%}" for accuracy in record["mask_accuracy"])
+                speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+                bar.set_postfix_str(losses.replace("loss ", ""))
+                bar.write(f"step {record['step']:5}  {losses}  " + (f"masks right{right}  " if right else "") + speed)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
         save(model, tokenizer, out / stage, B, mask_id)
@@ -1081,12 +1082,13 @@ def bench_command(args) -> None:
     else:
         prompts = [chat_ids(tokenizer, messages_of(row)[:-1]) for row in rows if messages_of(row)]
         lengths = sorted(map(len, prompts))
-        print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, median of {args.repeats} runs")
+        print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, medians of --repeats {args.repeats}")
         thresholds = args.thresholds if trained_block_size(model) > 1 else []
         timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric)
         results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup")
-        same = min(row["same_as_hf"] for row in results if row["mode"] == "ar")
-        print(f"AR output is Hugging Face's token for token on {same} of {len(prompts)} prompts")
+        lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] == "ar")
+        print(f"answers of {lengths[0]}–{lengths[-1]} tokens (at most {args.max_new_tokens}); AR output is Hugging Face's, "
+              f"token for token, on {same} of {len(prompts)} prompts")  # fmt: skip
     write_results(args, model, results)
 
 

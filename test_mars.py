@@ -307,6 +307,16 @@ def test_the_three_metrics():
         assert {1, 2} <= {n for out in some for n in out.steps}
 
 
+def test_a_hand_worked_pass_over_the_cache():
+    """The token at position p goes to slot p of its row's line, padding to the spare slot; position q sees the slots ≤ q."""
+    cache = mars.SlotCache(3)
+    positions, seen = cache.aim(1, [2, 5], back=3, ahead=1, device="cpu")  # lines 1 and 2; the first row is short of a token
+    S = cache.size
+    assert positions.tolist() == [[-1, 0, 1, 2], [2, 3, 4, 5]] and cache.width == 6 < S
+    assert cache.target.tolist() == [S + S - 1, S, S + 1, S + 2, 2 * S + 2, 2 * S + 3, 2 * S + 4, 2 * S + 5]
+    assert seen.sum(-1).tolist() == [[[1, 1, 2, 3]], [[3, 4, 5, 6]]] and seen[1, 0, 0].tolist() == [True] * 3 + [False] * 3
+
+
 def test_stale_cache_slots_are_never_seen(monkeypatch):
     """Poison every slot that a pass does not write and that nothing has committed: the output stays the same."""
     aim = mars.SlotCache.aim
