@@ -1,9 +1,9 @@
 """MARS (Mask AutoRegreSsion): teach an ordinary language model to commit several tokens per forward pass.
 
 1. Put B-1 mask tokens after the text. One forward pass then predicts B tokens: the last real token predicts the next
-   one as always, and the j-th mask predicts the one j places further on.
+   one as always, and the j-th mask, which holds the place of the j-th next token, predicts the one after it.
 2. Train for it: cut the response into blocks of B and, next to the clean text, show each block as masks that see only
-   the clean text before it. The ordinary next-token loss stays in, so the model stays an ordinary model.
+   the clean text before it and each other. The ordinary next-token loss stays in, so the model stays an ordinary model.
 3. Decode with it: commit the first prediction always, each further one while its confidence is at least a threshold.
 
 No new parameters, no new architecture: paper https://arxiv.org/abs/2604.07023 (sections and equations cited below).
@@ -232,8 +232,10 @@ def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[int], list
 # ---------------------------------------------------------------------------------------------------------------------
 # The attention mask (§3.2, Eq. 2)
 # ---------------------------------------------------------------------------------------------------------------------
-# A training row is a clean stream, prompt and response, followed by a noisy stream of masks, one for a response index
-# i. Blocks are counted with a phase φ: index i lies in block (i + φ) // B, which starts at index s = max(0, kB - φ).
+# A training row is a clean stream, prompt and response, followed by a noisy stream: one mask each for (most of) the
+# response indices i. Blocks are counted with a phase φ: index i lies in block k = (i + φ) // B, which starts at response
+# index s = max(0, kB - φ). Eq. 4 and 6 say that a block's first target sees clean text only: with the right shift of
+# Figure 2 that is the clean stream's own prediction of x_s. Every target of a mask has one or more masks before it.
 
 
 def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
@@ -244,7 +246,7 @@ def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block:
     """
     index = torch.arange(response_len - 1)
     start = ((index + phase) // block_size * block_size - phase).clamp(min=0)
-    keep = (index - start < block_size - 1) | torch.tensor(full_block and block_size > 1)
+    keep = index - start < block_size - 1 + (full_block and block_size > 1)
     return index[keep], start[keep]
 
 
@@ -290,17 +292,18 @@ def collate(batch: list[Example], block_size: int, mask_id: int, full_block: boo
     """
     masks = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
     N, T = len(batch), max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, masks))
-    ids, positions = torch.full((N, T), mask_id), torch.zeros(N, T, dtype=torch.long)
+    # subtle: padding counts on, for the model would take positions that start again at 0 for a second text in the row
+    ids, positions = torch.full((N, T), mask_id), torch.arange(T).repeat(N, 1)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
     mask = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
     for n, ((prompt, response, phase), (index, start)) in enumerate(zip(batch, masks)):
-        P, C, T = len(prompt), len(prompt) + len(response), len(prompt) + len(response) + len(index)
+        P, C, end = len(prompt), len(prompt) + len(response), len(prompt) + len(response) + len(index)
         x = torch.tensor(response)
         ids[n, :C] = torch.tensor(prompt + response)
-        positions[n, :C], positions[n, C:T] = torch.arange(C), P + index  # subtle: a mask stands where its token stands
-        labels[n, P - 1 : C - 1], labels[n, C:T] = x, x[index + 1]  # subtle: right shift, position p predicts token p+1
-        offsets[n, C:T] = index - start + 1
-        mask[n, :T, :T] = attention_mask(P, len(response), block_size, phase, full_block)
+        positions[n, C:end] = P + index  # subtle: a mask stands where its token stands
+        labels[n, P - 1 : C - 1], labels[n, C:end] = x, x[index + 1]  # subtle: right shift, position p predicts token p+1
+        offsets[n, C:end] = index - start + 1
+        mask[n, :end, :end] = attention_mask(P, len(response), block_size, phase, full_block)
     return {"ids": ids, "positions": positions, "labels": labels, "offsets": offsets, "mask": mask[:, None]}
 
 
@@ -574,7 +577,7 @@ class SlotCache:
         Returns the positions [N, Q], Q = back + ahead, negative for padding, and who sees which slot [N, 1, Q, W].
         """
         N, self.width = len(lengths), max(lengths) + ahead  # W slots are visible to someone
-        if self.width >= self.size:  # subtle: new slots hold zeros, for a masked NaN would still leak, through 0 · NaN
+        if self.width >= self.size:  # subtle: zeros, for a masked NaN would leak through 0 · NaN; slot S-1 stays spare
             self.size = self.width * 3 // 2 + 64
             self.layers = [[F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1])) for x in layer] for layer in self.layers]
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(-back, ahead, device=device)
@@ -638,8 +641,8 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         if not live:
             time.sleep(1e-3 * waiting)  # nothing to do until somebody asks
             continue
-        # 2. Read. New rows go first, by themselves, with their whole prompt; else every row with its last k tokens, k
-        # the most that any row has to catch up. A row with less rewrites a few slots with the values they hold.
+        # 2. Read. New rows, which are the last of `live`, go first, by themselves, with their whole prompt. Else every row
+        # with its last k tokens, k the most that any has unread: a row with less writes a few slots again, to the same.
         new = sum(row.unread == len(row.tokens) for row in live)
         first = len(live) - new if new else 0
         batch = live[first:]
@@ -874,10 +877,11 @@ def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size
 
     Every measurement is the second step of a fresh optimiser. Peak memory is CUDA's, or the whole process's on Linux.
     """
-    runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples[:batch_size])
+    examples = examples[:batch_size]
+    runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples)
     for _ in tqdm(range(1 + repeats), desc="train", leave=False, disable=None):
         for B, measured in runs.items():
-            steps = train(model, examples[:batch_size], block_size=B, mask_id=mask_id, steps=2, batch_size=batch_size, lr=0.0)
+            steps = train(model, examples, block_size=B, mask_id=mask_id, steps=2, batch_size=len(examples), lr=0.0)
             next(steps)
             peak_memory(model.device, reset=True)
             _, seconds, _ = timed(model, lambda: next(steps))
@@ -900,7 +904,7 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
     try:
         Path("/proc/self/clear_refs").write_text("5") if reset else None  # Linux: sets VmHWM back to what is in use now
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
-    except OSError:
+    except (OSError, TypeError):
         return math.nan
 
 
@@ -1012,9 +1016,8 @@ def generate_command(args) -> None:
     if "" in questions:
         raise MarsError("there is no question: give one as an argument, or pipe one in")
     rows = [answer(model, tokenizer, question, threshold, args) for question in questions]
-    write_results(args, model, rows)
     if questions:
-        return
+        return write_results(args, model, rows)
     print("Each question stands alone. /threshold 0.8 turns the knob, /quit leaves.")
     while (line := read_line()) != "/quit":
         try:
@@ -1072,15 +1075,18 @@ def write_results(args, model, rows: list[dict]) -> None:
 
 def bench_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
-    rows = load_rows(args.data, "train" if args.train else "test")[: args.limit]
+    rows = [row for row in load_rows(args.data, "train" if args.train else "test") if messages_of(row)][: args.limit]
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     if args.train:
         mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
         examples = [example for row in rows if (example := encode(tokenizer, row, args.max_length))]
+        if not examples:
+            raise MarsError(f"none of these {len(rows)} rows can be trained on: raise --limit or --max-length")
         results = bench_train(model.float(), examples, B, mask_id, args.batch_sizes[0], args.repeats)
         print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
     else:
-        prompts = [chat_ids(tokenizer, messages_of(row)[:-1]) for row in rows if messages_of(row)]
+        chats = [messages_of(row) for row in rows]
+        prompts = [chat_ids(tokenizer, chat[:-1] if chat[-1]["role"] == "assistant" else chat) for chat in chats]
         lengths = sorted(map(len, prompts))
         print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, medians of --repeats {args.repeats}")
         thresholds = args.thresholds if trained_block_size(model) > 1 else []

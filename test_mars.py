@@ -84,7 +84,7 @@ def test_a_hand_worked_row():
     rows = mars.collate([([7, 8], [11, 12, 13, 14, 15], 0), ([9], [21, 22], 1)], 3, MASK)
     _ = mars.IGNORE
     assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK], [9, 21, 22] + [MASK] * 7]
-    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 4, 5, 6, 7, 8, 9]]
     assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15], [21, 22, _, 22, _, _, _, _, _, _]]
     assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1], [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
 
