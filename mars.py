@@ -217,12 +217,12 @@ def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[int], list
         messages.pop()
     if not messages or not messages[-1]["content"]:
         return None
-    prompt = chat_ids(tokenizer, messages[:-1])
     start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
     full = tokenizer.apply_chat_template(messages, tokenize=False)
     if not full.startswith(start):
         raise MarsError("this chat template writes a question differently once it is answered: the answer cannot be located")
-    response, end = tokenizer(full[len(start) :], add_special_tokens=False).input_ids, closing_token(tokenizer)
+    prompt, response = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full[len(start) :]))
+    end = closing_token(tokenizer)
     # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
     response = response[: len(response) - response[::-1].index(end)] if end in response else response + [end]
     response = response[: max(0, max_length - len(prompt))]  # subtle: a response that was cut has no end token
@@ -855,17 +855,17 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
                     work = lambda: generate(model, prompts, max_new_tokens, threshold, metric=metric, batch_size=size)
                 runs[name, threshold].append(timed(model, work))
         baseline = runs["hf", None][0][0]
+        hf_rate = sum(len(out.tokens) for out in baseline) / statistics.median(s for _, s, _ in runs["hf", None][1:])
         for (name, threshold), results in runs.items():
             outs, _, passes = results[0]
             seconds = statistics.median(seconds for _, seconds, _ in results[1:])
-            hf_seconds = statistics.median(seconds for _, seconds, _ in runs["hf", None][1:])
-            tokens, hf_tokens = sum(len(out.tokens) for out in outs), sum(len(out.tokens) for out in baseline)
+            tokens = sum(len(out.tokens) for out in outs)
             yield {
                 "mode": name, "threshold": threshold, "batch_size": size,
                 "tokens_per_forward": tokens / sum(len(out.steps) for out in outs),
                 "ms_per_forward": 1000 * seconds / passes,
                 "tokens_per_second": tokens / seconds,
-                "speedup": (tokens / seconds) / (hf_tokens / hf_seconds),
+                "speedup": tokens / seconds / hf_rate,
                 "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
                 "new_tokens": sorted(len(out.tokens) for out in outs),
                 "accuracy": None, "n": len(prompts),
