@@ -1,17 +1,349 @@
-"""Measure what a checkpoint can do at each threshold: accuracy against tokens per pass.
+"""Measure a checkpoint: what does each confidence threshold cost in accuracy, and what does it buy in speed?
 
-    python eval.py toy                                          # 1,000 held-out toy problems, thresholds from 1.0 to 0.5
-    python eval.py toy --model runs/toy/ar --thresholds 1.0     # the AR model it came from
+    python eval.py toy                                                        # 1,000 held-out toy problems
+    python eval.py gsm8k --model runs/my/mars --thresholds 1.0,0.95,0.9       # 1,319 word problems
+    python eval.py humaneval --model runs/my/mars --run-code --samples out.jsonl   # 164 Python functions
+
+As in the paper: zero-shot, the model's own chat template, greedy, 256 new tokens. From top to bottom: the tasks and how
+their answers are scored, the sandbox for model-written code, the run.
 """
 
 import argparse
 import ast
+import contextlib
+import datetime
+import importlib.util
+import inspect
+import itertools
 import json
+import math
+import os
+import re
+import secrets
+import subprocess
+import sys
+import textwrap
 import time
+import unicodedata
+import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
 import mars
+
+# A problem is {"id", "prompt": what the user asks, …}. A task has a function that lists its problems, and one that
+# scores a completion: {"extracted": what was taken for the answer, "correct": the verdict, "error": why not}.
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GSM8K: word problems whose answer is a number
+# ---------------------------------------------------------------------------------------------------------------------
+
+INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,3}(?:[ ][0-9]{3})+(?![0-9]) | [0-9]+)"
+NUMBER = re.compile(
+    rf"""
+    (?<![\w.^]) (?<![\^_]\{{)                       # not in a word, an exponent or an index
+    (?P<minus> (?<![)\]}}]) -)? [$€£¥]? (?P<minus2>-)?
+    (?: (?P<whole>[0-9]+)[ ](?=[0-9]+/[0-9]) )?      # 1 1/2
+    (?P<number> {INTEGER}(?:\.[0-9]+)? | \.[0-9]+) (?!\.?[0-9])
+    (?: \s?/\s?(?P<divisor>{INTEGER}) (?!\.?[0-9]) )?
+    (?: \s?(?P<scale>thousand|million|billion)\b )?
+    """,
+    re.VERBOSE | re.ASCII | re.IGNORECASE,
+)
+SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+MARKS = (r"\#\#\#\#(?!\W*step|\W*[0-9]+[.)]\ +[a-z])", r"\\boxed\s*\{", r"\banswer\b")  # what announces an answer, the clearest first
+EXPLICIT = [
+    re.compile(
+        rf"""
+        {mark} (?:[^\n=]*=)*?                        # 9 * 2 = 18: the result counts
+        (?: \W | \\[a-z]+ | \b(?:the|final|answer|is)\b )*?
+        (?P<it>{NUMBER.pattern})
+        (?! \s?[*/+x×÷=^-]\s?[$(]*[0-9])            # the start of a sum is no answer
+        """,
+        re.VERBOSE | re.ASCII | re.IGNORECASE,
+    )
+    for mark in MARKS
+]
+
+
+def extract_number(text: str) -> Fraction | None:
+    """The number that a careful reader takes for the answer; None if there is none.
+
+    It is the one after the last `####`, else in the last `\\boxed{}`, else after the last "answer is", else the last one.
+    """
+    text = unicodedata.normalize("NFKC", re.sub("(?<=[0-9])([¼-¾⅐-⅞])", r" \1", text))  # ½ becomes 1⁄2, narrow spaces plain ones
+    text = text.translate({ord("−"): "-", ord("–"): "-", ord("⁄"): "/"})
+    for pattern, plain in (
+        (r"(?<=[0-9])(?=\\[dt]?frac)", " "),
+        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"),
+        (r"(?<=[0-9])(\{,\}|\\,)(?=[0-9]{3})", ","),
+        (r"\\([$%])", r"\1"),
+    ):
+        text = re.sub(pattern, plain, text)
+    found = next((matches for mark in EXPLICIT if (matches := list(mark.finditer(text)))), None) or list(NUMBER.finditer(text))
+    if not found:
+        return None
+    part = {name: found[-1][name] for name in NUMBER.groupindex}
+    try:
+        number = Fraction(re.sub("[ ,]", "", part["number"])) / Fraction(re.sub("[ ,]", "", part["divisor"] or "1"))
+        number = (number + int(part["whole"] or 0)) * SCALES[part["scale"] and part["scale"].lower()]
+    except (ZeroDivisionError, ValueError):  # ValueError: more digits than Python reads
+        return None
+    return -number if part["minus"] or part["minus2"] else number
+
+
+def gsm8k_problems(args) -> list[dict]:
+    rows = fields(mars.read_rows(args.data or "openai/gsm8k:main", "test"), args, "question", "answer")
+    for number, row in enumerate(rows, 1):
+        if extract_number(row["answer"]) is None:
+            raise mars.MarsError(f"row {number} of the data has no number in the field 'answer'")
+    return [{"id": f"gsm8k/{i}", "prompt": row["question"], "answer": row["answer"]} for i, row in enumerate(rows)]
+
+
+def score_number(problem: dict, completion: str, args) -> dict:
+    number = extract_number(completion)
+    verdict = number is not None and number == extract_number(problem["answer"])
+    return {"extracted": None if number is None else str(number), "correct": verdict, "error": None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# HumanEval: Python functions that must pass a test
+# ---------------------------------------------------------------------------------------------------------------------
+
+ASK_CODE = "Complete this Python function. Answer with the whole function in one block of code, without explanation.\n\n```python\n{}\n```"
+
+
+def humaneval_problems(args) -> list[dict]:
+    rows = fields(mars.read_rows(args.data or "openai/openai_humaneval", "test"), args, "task_id", "prompt", "entry_point", "test")
+    return [{**row, "id": row["task_id"], "code": row["prompt"], "prompt": ASK_CODE.format(row["prompt"].strip())} for row in rows]
+
+
+SPECIAL = re.compile(r"<\|[^|<>\n]*\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]")  # chat tokens, written out
+FENCED = re.compile(r"(?:```|~~~)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|\Z)", re.DOTALL | re.MULTILINE)  # the last may be unclosed
+UNFENCED = (r"^(?:def|class|async def|import|@|from\s+\S+\s+import)\b.*", r"^[ \t]+\S.*", r".*")  # where code may begin
+
+
+def parsed(code: str) -> tuple[ast.Module, int]:
+    """As much of the code as is Python, from its first line on, and how many lines that is."""
+    lines = code.split("\n")
+    for end in range(len(lines), 0, -1):
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(part := "\n".join(lines[:end]), "completion", "exec", dont_inherit=True)  # not run: finds a stray return
+            return ast.parse(part), end
+    return ast.Module([], []), 0
+
+
+def definitions(code: str, name: str, constants: bool = True) -> tuple[str, bool]:
+    """The lines of code that define things: imports, functions, classes, constants; and whether they define `name`.
+
+    What a model writes around them (calls, prints, asserts of its own, input()) is a trial run and may go wrong.
+    """
+    tree, _ = parsed(code)
+    keep, trial, found = set(), {name, "input"}, False
+    for node in tree.body:
+        targets = {n.id for t in getattr(node, "targets", [getattr(node, "target", node)]) for n in ast.walk(t) if isinstance(n, ast.Name)}
+        defines = name in targets or getattr(node, "name", None) == name
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            if not defines and (not constants or trial & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}):
+                trial |= targets  # and what is computed from it
+                continue
+        elif not isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        found |= defines
+        keep |= set(range(min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno).lineno, node.end_lineno + 1))
+    return "\n".join(line for number, line in enumerate(code.split("\n"), 1) if number in keep), found
+
+
+def extract_code(completion: str, prompt: str, name: str) -> str:
+    """The Python in an instruct model's answer, such that `prompt` and it make a program that defines function `name`.
+
+    The answer may be the function, with or without its imports and helpers, in one block or in several, or without any
+    fence, or be no more than the function's body.
+    """
+    text = next((part for part in SPECIAL.split(completion) if part.strip()), "")
+    blocks = [textwrap.dedent(block) for block in FENCED.findall(text)]
+    outside = text.partition("```")[0]
+    guesses = [match[0] for start in UNFENCED if (match := re.search(start, outside, re.DOTALL | re.MULTILINE))]
+    for codes in (blocks, guesses[:1]):
+        whole = [i for i, code in enumerate(codes) if definitions(code, name)[1]]
+        if whole:  # of several versions, the last that is complete
+            best = max(whole, key=lambda i: (parsed(codes[i])[1] == codes[i].count("\n") + 1, i))
+            helpers = [definitions(code, name, constants=False)[0] for i, code in enumerate(codes) if i != best]
+            return "\n".join(filter(None, [*helpers, definitions(codes[best], name)[0]]))
+    # No definition, so it is the body; its first line may have lost its indentation.
+    bodies = [body for code in blocks + guesses for body in (textwrap.indent(textwrap.dedent(code), "    "), "    " + code.lstrip())]
+    body = max(bodies, key=lambda body: parsed(prompt + body)[1], default="")
+    return definitions(prompt + body, name)[0][len(definitions(prompt, name)[0]) :].strip("\n")
+
+
+def score_function(problem: dict, completion: str, args) -> dict:
+    prompt, name = problem["code"].rstrip() + "\n", problem["entry_point"]
+    code = extract_code(completion, prompt, name)
+    if not args.run_code:
+        return {"extracted": code, "correct": None, "error": "not run"}
+    future = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # stands first in a program, or nowhere
+    error = run_program(f"{''.join(future.findall(code))}{prompt}\n{future.sub('', code)}\n{problem['test']}\ncheck({name})\n")
+    return {"extracted": code, "correct": error is None, "error": error}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sandbox
+# ---------------------------------------------------------------------------------------------------------------------
+
+RUN_CODE = (
+    "run the programs that the model wrote. Each runs in a process of its own, as a user without rights, with limits on time, memory, "
+    "files and processes, without your environment, home folders or (where the system allows it) network. This holds off accidents, "
+    "not an attack: it can read what any user can read, and is as safe as your kernel. In doubt, use a virtual machine"
+)
+SECONDS = 10  # for one program, wall clock
+
+
+def run_program(source: str) -> str | None:
+    """Run a program in a sandbox: None if it ran to its end, else why it did not.
+
+    That it did is shown by a secret which is printed after its last line, for a program may end itself with any status.
+    """
+    secret = secrets.token_hex(16)
+    job = json.dumps({"source": source, "secret": secret, "seconds": SECONDS})
+    environment = {"PATH": os.defpath, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    child = [sys.executable, "-I", "-c", f"{inspect.getsource(sandbox)}\nsandbox()"]
+    with subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, cwd="/",
+                          start_new_session=True, text=True, errors="replace") as process:  # fmt: skip
+        output = process.communicate(job)[0]
+    if secret in output:
+        return None
+    return output.strip().rpartition("\n")[2][-300:] or "the program ended before its test did"
+
+
+def check_sandbox() -> None:
+    """Refuse to run model-written code where it cannot be held."""
+    if not sys.platform.startswith("linux"):
+        raise mars.MarsError("--run-code needs Linux: use a container or a virtual machine")
+    error = run_program("import random\nassert random.random() < 1")
+    if error:
+        raise mars.MarsError(f"--run-code: no safe way to run programs here: {error} (must be readable for all: {sys.base_prefix})")
+
+
+def sandbox() -> None:
+    """Run one program where it can do no harm, and print what it printed: the whole of a child process.
+
+    Its source is handed to a fresh interpreter, which has none of our memory; hence the imports. Where the system allows
+    it, the program gets namespaces of its own: it sees no other processes, no network, empty home folders, and can write
+    nowhere but to a small /tmp in memory; when its first process ends, the kernel ends all others. Root needs more, for
+    limits on processes do not bind it: it becomes a user whom nobody else is, and that user's processes are ended.
+    """
+    import contextlib, ctypes, json, os, resource, select, shutil, signal, sys, tempfile, traceback
+
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name, *values):
+        values = [ctypes.c_char_p(v.encode()) if isinstance(v, str) else ctypes.c_void_p(v) if v is None else v for v in values]
+        if getattr(libc, name)(*values) < 0:
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    def writable(path, yes):  # mount_setattr: set or clear "read only" on all mounts below path
+        call("syscall", 442, -100, path, 0x8000, (ctypes.c_uint64 * 4)(0 if yes else 1, 1 if yes else 0, 0, 0), ctypes.c_size_t(32))
+
+    def enter():  # the private view of the file system
+        call("mount", None, "/", None, 0x44000, None)  # MS_REC | MS_PRIVATE: nothing that follows is seen outside
+        python = [(path, os.open(path, os.O_PATH)) for path in (sys.base_prefix, sys.prefix)]
+        for place in filter(os.path.isdir, ("/root", "/home", "/tmp")):
+            call("mount", "tmpfs", place, "tmpfs", 0, "size=64m,mode=755")
+        for path, handle in python:
+            if not os.path.exists(path):  # Python itself was in a home folder
+                os.makedirs(path)
+                call("mount", f"/proc/self/fd/{handle}", path, None, 0x5000, None)  # MS_REC | MS_BIND
+        call("mount", "proc", "/proc", "proc", 0, None)
+        writable("/", False)
+        writable("/tmp", True)
+
+    def run():
+        """The child of the child: give up every right, then run the program in this process."""
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(output, 1), os.dup2(output, 2)
+        os.closerange(3, 256)
+        if namespaces:
+            enter()
+        os.chdir(folder := tempfile.mkdtemp() if namespaces else home)
+        if root:
+            os.chown(folder, user, user)
+            os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
+        else:  # the rights that come with a namespace
+            call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+        call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: no way back by setuid programs
+        call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent
+        for name, limit in dict(AS=2**30, CPU=job["seconds"] + 1, FSIZE=2**20, NPROC=8, NOFILE=64, CORE=0).items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        try:
+            exec(compile(job["source"], "program", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+            os.write(1, job["secret"].encode())
+        except BaseException as error:
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program"]
+            where = job["source"].split("\n")[lines[-1] - 1].strip() if lines else ""
+            os.write(1, f"\n{type(error).__name__}: {error}".replace("\n", " ").encode()[:150] + f" at {where}"[:150].encode())
+
+    job, root, uid, gid = json.load(sys.stdin), os.geteuid() == 0, os.geteuid(), os.getegid()
+    output, user = os.memfd_create("output"), 50_000 + os.getpid() % 10_000
+    call("prctl", 1, signal.SIGKILL, 0, 0, 0)
+    call("prctl", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of the program become our children
+    try:  # CLONE_NEWNS, NEWIPC, NEWNET, NEWPID, and for whoever is not root NEWUSER, which allows the others
+        call("unshare", 0x20000 | 0x8000000 | 0x40000000 | 0x20000000 | (0 if root else 0x10000000))
+        namespaces = True
+    except OSError as error:
+        if not root:
+            return print(f"an ordinary user may not make namespaces ({error}): run as root, in a container")
+        namespaces, home = False, tempfile.mkdtemp()
+    if not root:
+        for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{file}", "w") as f:
+                f.write(line)
+    if (child := os.fork()) == 0:
+        try:
+            run()
+        except BaseException as error:
+            os.write(1, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    in_time = select.select([os.pidfd_open(child)], [], [], job["seconds"])[0]
+    os.kill(child, signal.SIGKILL)
+    if not namespaces:
+        if (killer := os.fork()) == 0:
+            os.setresuid(user, user, user)
+            os.kill(-1, signal.SIGKILL)  # every process of this user but this one
+            os._exit(0)
+        shutil.rmtree(home, ignore_errors=True)
+    status = os.waitpid(child, 0)[1]
+    with contextlib.suppress(ChildProcessError):
+        while os.wait():  # for whatever is left to end
+            pass
+    printed = os.pread(output, 2**20, 0)
+    print("printed more than 1 MB" if len(printed) == 2**20 else printed.decode(errors="replace"))
+    if not in_time:
+        print(f"took longer than {job['seconds']} s")
+    elif os.WIFSIGNALED(status):
+        print(f"ended by signal {os.WTERMSIG(status)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command-line help and checks of the data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fields(rows: list[dict], args, *names: str) -> list[dict]:
+    """The first `--limit` rows, or a MarsError if one of them has not all of these fields, as text."""
+    for number, row in enumerate(rows[: args.limit], 1):
+        for name in names:
+            if not isinstance(row.get(name), str):
+                raise mars.MarsError(f"row {number} of the data has no text in the field {name!r}: {args.task} needs {', '.join(names)}")
+    return rows[: args.limit]
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Toy: held-out problems of the world that `python mars.py train` learns
@@ -24,73 +356,231 @@ TOY_PYTHON = (  # all that a toy function is made of: no call, attribute, import
 )  # fmt: skip
 
 
-def passes_test(row: dict, completion: str) -> bool:
-    """Whether the function that `row["prompt"]` and `completion` make passes its test.
+def passes_test(problem: dict, completion: str) -> bool:
+    """Whether the function that `problem["prompt"]` and `completion` make passes its test.
 
     Model-written code is run here, so it is looked at first: what is not written in the toy's few words of Python fails
     unread. One loop and two products bound its time and memory.
     """
     try:
-        tree = ast.parse(row["prompt"] + completion)
+        tree = ast.parse(problem["prompt"] + completion)
         nodes = list(ast.walk(tree))
         loops, products = (sum(isinstance(n, kind) for n in nodes) for kind in ((ast.For, ast.comprehension), ast.Mult))
         if len(tree.body) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes) or loops > 1 or products > 2:
             return False
         scope = {"__builtins__": {}}
         exec(compile(tree, "completion", "exec"), scope)
-        exec(row["test"], scope)
+        exec(problem["test"], scope)
     except Exception:  # whatever a wrong program may raise: it is wrong
         return False
     return True
 
 
-def toy_correct(row: dict, completion: str) -> bool:
-    if row["task"] == "code":
-        return passes_test(row, completion)
-    return completion.rpartition("####")[2].strip() == row["answer"].rpartition("####")[2].strip()
+def toy_problems(args) -> list[dict]:
+    rows = mars.toy_rows("test", args.limit or 1000)
+    return [{**row, "id": f"toy/{i}", "prompt": mars.messages_of(row)[0]["content"]} for i, row in enumerate(rows)]
 
 
-def toy(model, tokenizer, args) -> Iterator[dict]:
-    """Decode the same held-out problems at every threshold; yields a row of results for each."""
-    rows = mars.toy_rows("test", args.limit)
-    prompts = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in rows]
-    for threshold in args.thresholds:
+def score_toy(problem: dict, completion: str, args) -> dict:
+    if problem["task"] == "maths":
+        return score_number(problem, completion, args)
+    return {"extracted": completion, "correct": passes_test(problem, completion), "error": None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def finished(model, prompts: list[list[int]], mode: str, threshold: float | None, args) -> Iterator[tuple[int, mars.Output, float]]:
+    """Decode; yields (index, Output, seconds since the answer before) for each answer as it is done.
+
+    The clock stands still while an answer is being scored: the seconds add up to the time that decoding took.
+    """
+    if mode == "hf":
+        for first in range(0, len(prompts), args.batch_size):
+            start = time.perf_counter()
+            outs = mars.hf_generate(model, prompts[first : first + args.batch_size], args.max_new_tokens, args.batch_size)
+            seconds = (time.perf_counter() - start) / len(outs)
+            yield from ((first + i, out, seconds) for i, out in enumerate(outs))
+        return
+    start = time.perf_counter()
+    for index, out in mars.finished(model, prompts, args.max_new_tokens, threshold, metric=args.metric, batch_size=args.batch_size):
+        yield index, out, time.perf_counter() - start
         start = time.perf_counter()
-        outs = mars.generate(model, prompts, args.max_new_tokens, threshold, metric=args.metric, batch_size=args.batch_size)
-        seconds, tokens = time.perf_counter() - start, sum(len(out.tokens) for out in outs)
-        texts = tokenizer.batch_decode([out.tokens for out in outs], skip_special_tokens=True)
-        right = {"maths": [], "code": []}
-        for row, text in zip(rows, texts):
-            right[row["task"]].append(toy_correct(row, text))
-        yield {
-            "mode": "ar" if threshold == (0 if args.metric == "entropy" else 1) else "mars",
-            "threshold": threshold,
-            "batch_size": args.batch_size,
-            "accuracy": sum(map(sum, right.values())) / len(rows),
-            **{task: sum(verdicts) / len(verdicts) if verdicts else None for task, verdicts in right.items()},
-            "tokens_per_forward": tokens / sum(len(out.steps) for out in outs),
-            "tokens_per_second": tokens / seconds,
-            "speedup": None,
-            "n": len(rows),
-        }
+
+
+def summary(records: list[dict], args, baseline: float | None) -> dict:
+    """The line of the table for one mode and threshold."""
+    n, verdicts = len(records), [record["correct"] for record in records]
+    accuracy = None if None in verdicts else sum(verdicts) / n
+    seconds: dict[int, float] = {}
+    for record in records:
+        seconds[record["rank"]] = seconds.get(record["rank"], 0) + record["seconds"]
+    tokens = sum(sum(record["steps"]) for record in records)
+    rate = tokens / max(seconds.values())
+    return {
+        "mode": records[0]["mode"], "threshold": records[0]["threshold"], "batch_size": args.batch_size, "accuracy": accuracy,
+        "standard_error": None if accuracy is None else math.sqrt(accuracy * (1 - accuracy) / n),
+        "tokens_per_forward": tokens / sum(len(record["steps"]) for record in records),
+        "tokens_per_second": rate, "speedup": rate / baseline if baseline else None, "n": n,
+    }  # fmt: skip
+
+
+def saved(path: Path) -> list[dict]:
+    """The lines of a samples file; one that was cut short, when its run was, is left out."""
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+SETTINGS = ("task", "model", "metric", "batch_size", "max_new_tokens", "dtype")  # a samples file is all of one kind
+
+
+def resume(args, problems: list[dict], rank: int) -> dict[tuple, dict]:
+    """The records of an interrupted run, by (mode, threshold, id): scored anew, so that one scorer makes the whole table."""
+    if not args.samples:
+        return {}
+    path, known = Path(args.samples), {problem["id"]: problem for problem in problems}
+    if path.exists() and not args.resume:
+        raise mars.MarsError(f"{path} exists: go on with it by --resume, or name another file")
+    if path.exists() and rank == 0:
+        for record in (records := saved(path)):
+            for name in SETTINGS:
+                if record.get(name) != getattr(args, name):
+                    raise mars.MarsError(f"{path} was made with {name} {record.get(name)}, not {getattr(args, name)}: name another file")
+            if problem := known.get(record["id"]):
+                if record["prompt"] != problem["prompt"]:
+                    raise mars.MarsError(f"{path} has another prompt for {record['id']}: name another file")
+                score = args.score(problem, record["completion"], args)
+                record |= score if score["correct"] is not None or record["correct"] is None else {}
+        copy = path.with_name(path.name + ".tmp")
+        copy.write_text("".join(json.dumps(record) + "\n" for record in records))
+        copy.replace(path)
+    if dist.is_initialized():
+        dist.barrier()
+    return {(record["mode"], record["threshold"], record["id"]): record for record in saved(path)}
+
+
+def sweep(model, tokenizer, problems: list[dict], done: dict[tuple, dict], rank: int, world: int, args) -> Iterator[dict]:
+    """Answer the problems in every mode and at every threshold, and score the answers; yields a line of the table for each."""
+    ar, baseline, mine = mars.METRICS[args.metric][0], None, problems[rank::world]
+    modes = [("hf", None)] * args.baseline + [("ar" if t == ar else "mars", t) for t in dict.fromkeys(args.thresholds)]
+    for mode, threshold in modes:
+        records = [done[key] for problem in mine if (key := (mode, threshold, problem["id"])) in done]
+        todo = [problem for problem in mine if (mode, threshold, problem["id"]) not in done]
+        prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in todo]
+        title = "Hugging Face" if mode == "hf" else f"τ = {threshold}"
+        tokens, passes, right = (sum(map(f, records)) for f in (lambda r: sum(r["steps"]), lambda r: len(r["steps"]), lambda r: r["correct"] or 0))
+        with tqdm(total=len(mine), initial=len(records), desc=title, leave=False, disable=True if rank else None) as bar:
+            for index, out, seconds in finished(model, prompts, mode, threshold, args):
+                completion = tokenizer.decode(out.tokens, skip_special_tokens=True)
+                record = {name: getattr(args, name) for name in SETTINGS}
+                record |= {"id": todo[index]["id"], "mode": mode, "threshold": threshold, "prompt": todo[index]["prompt"]}
+                record |= {"completion": completion, "steps": out.steps, "stop": out.stop, "seconds": seconds, "rank": rank}
+                record |= args.score(todo[index], completion, args)
+                records.append(record)
+                if args.samples:  # subtle: one write, to the end of the file, so that no process cuts another's line in two
+                    with open(args.samples, "ab", buffering=0) as file:
+                        file.write(json.dumps(record).encode() + b"\n")
+                tokens, passes, right = tokens + len(out.tokens), passes + len(out.steps), right + (record["correct"] or 0)
+                bar.set_postfix_str(f"{right / len(records):.1%} right, {tokens / passes:.2f} tokens/pass", refresh=False)
+                bar.update()
+        if world > 1:
+            parts = [None] * world
+            dist.all_gather_object(parts, records)
+            records = list(itertools.chain(*parts))
+        row = summary(records, args, baseline)
+        baseline = row["tokens_per_second"] if mode == "hf" else baseline
+        yield row | {"speedup": 1.0 if mode == "hf" else row["speedup"]}
+
+
+def plot(rows: list[dict], file: str, title: str) -> None:
+    """Draw the frontier: accuracy, with its standard error, against speed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    x = "speedup" if all(row["speedup"] for row in rows) else "tokens_per_forward"
+    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    for modes, colour, label in (("hf", "tab:gray", "Hugging Face generate"), ("ar mars", "tab:blue", "MARS, by threshold τ")):
+        points = [row for row in rows if row["mode"] in modes.split()]
+        xs, ys = [row[x] for row in points], [100 * row["accuracy"] for row in points]
+        axes.errorbar(xs, ys, [100 * row["standard_error"] for row in points], marker="o", color=colour, label=label if points else None)
+        for row, at in zip(points, zip(xs, ys)):
+            axes.annotate("" if row["mode"] == "hf" else f"{row['threshold']:g}", at, (4, 6), textcoords="offset points", fontsize=8)
+    axes.set(xlabel={"speedup": "speedup over Hugging Face generate"}.get(x, "tokens per forward pass"), ylabel="accuracy, %", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=150)
 
 
 def evaluate(args) -> None:
-    model, tokenizer = mars.load(args.model, args.device, args.dtype)
-    print(f"{args.model}, {args.limit} held-out problems\n{mars.hardware(model)}")
-    rows = mars.print_table(toy(model, tokenizer, args), "mode threshold accuracy maths code tokens_per_forward tokens_per_second")
-    mars.write_results(args, model, rows)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if args.resume and not args.samples:
+        raise mars.MarsError("--resume goes on with the file of --samples: name it")
+    for file in filter(None, (args.json, args.samples, args.plot)):
+        if not Path(file).absolute().parent.is_dir():
+            raise mars.MarsError(f"there is no folder {Path(file).parent} to write {Path(file).name} to")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise mars.MarsError("--plot needs matplotlib: pip install matplotlib")
+    problems = args.problems(args)
+    if args.task == "humaneval" and not (args.run_code or args.samples):
+        raise mars.MarsError("without --run-code (see --help) nothing is scored: add it, or keep the programs with --samples FILE")
+    if args.task == "humaneval" and args.run_code:
+        check_sandbox()
+    if world > 1:  # under torchrun; ranks meet once for each line of the table, and may be far apart
+        dist.init_process_group("gloo", timeout=datetime.timedelta(days=2))
+    done = resume(args, problems, rank)
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
+    model, tokenizer = mars.load(args.model, args.device or gpu, args.dtype, need_template=True)
+    drafts = mars.trained_block_size(model) > 1
+    args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if drafts else 1]
+    for threshold in args.thresholds:
+        mars.bounds_for(threshold, args.metric, drafts)  # complain before the work begins
+    rows = sweep(model, tokenizer, problems, done, rank, world, args)
+    if rank:
+        list(rows)
+    else:
+        print(f"{args.task}, {len(problems)} problems, {args.model}\n{mars.hardware(model)}")
+        try:
+            rows = mars.print_table(rows, "mode threshold accuracy standard_error tokens_per_forward tokens_per_second speedup")
+        except KeyboardInterrupt:
+            print("interrupted" + (f": --resume goes on with {args.samples}" if args.samples else ""), file=sys.stderr)
+            raise
+        mars.write_results(args, model, rows)
+        if args.plot:
+            plot(rows, args.plot, f"{args.task}, {len(problems)} problems, {Path(args.model).name}")
+    if world > 1:
+        dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = mars.Parser(description=__doc__.split("\n")[0])
-    tasks = parser.add_subparsers(required=True, metavar="toy")
-    t = tasks.add_parser("toy", help="held-out problems of the toy world")
-    t.set_defaults(run=evaluate)
-    t.add_argument("--limit", type=mars.positive, default=1000, help="number of problems (default %(default)s)")
-    t.add_argument("--thresholds", type=mars.numbers(float), default="1.0,0.95,0.9,0.8,0.7,0.6,0.5", help="comma-separated (default %(default)s)")
-    t.add_argument("--batch-size", type=mars.positive, default=32, help="rows in a batch (default %(default)s)")
-    mars.add_model_options(t)
+    parser = mars.Parser(description=__doc__.split("\n")[0], epilog="https://arxiv.org/abs/2604.07023")
+    tasks = parser.add_subparsers(required=True, metavar="toy|gsm8k|humaneval", dest="task")
+    for task, summary, problems, score in (
+        ("toy", "held-out problems of the toy world", toy_problems, score_toy),
+        ("gsm8k", "grade-school word problems", gsm8k_problems, score_number),
+        ("humaneval", "Python functions that must pass a test", humaneval_problems, score_function),
+    ):
+        t = tasks.add_parser(task, help=summary)
+        t.set_defaults(run=evaluate, problems=problems, score=score)
+        add = t.add_argument
+        if task != "toy":
+            add("--data", help="FILE.jsonl, FILE.jsonl.gz or a hub id NAME[:CONFIG] (default: the data set on the hub)")
+        if task == "humaneval":
+            add("--run-code", action="store_true", help=RUN_CODE)
+        add("--limit", type=mars.positive, default=1000 if task == "toy" else None, help="first N problems only (default: %(default)s)")
+        add("--thresholds", type=mars.numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8,0.7,0.6,0.5; a plain checkpoint: 1.0)")
+        add("--batch-size", type=mars.positive, default=32 if task == "toy" else 8, help="rows in a batch (default %(default)s)")
+        add("--baseline", action="store_true", help="also run the model's own Hugging Face generate, for the speedup")
+        add("--samples", metavar="FILE", help="write a JSON line for every answer: prompt, completion, verdict")
+        add("--resume", action="store_true", help="go on with the --samples file of an interrupted run")
+        add("--plot", metavar="FILE.png", help="draw accuracy against speed (needs matplotlib)")
+        mars.add_model_options(t)
     mars.run(parser, argv)
 
 

@@ -20,6 +20,7 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
 
 import argparse
 import functools
+import gzip
 import itertools
 import json
 import math
@@ -159,20 +160,20 @@ def messages_of(row: dict) -> list[dict] | None:
     return None
 
 
-def load_rows(data: str, split: str = "train", seed: int = 0) -> list[dict]:
-    """Rows of chat data: "toy", a local JSONL file, or a data set on the hub (NAME or NAME:CONFIG)."""
+def read_rows(data: str, split: str) -> list[dict]:
+    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set on the hub (NAME or NAME:CONFIG)."""
     path, rows = Path(data), []
-    if data == "toy":
-        return toy_rows(split, 20_000, seed)
-    if path.suffix in (".json", ".jsonl") or path.exists():
+    if path.suffix in (".json", ".jsonl", ".gz") or path.exists():
         if not path.is_file():
             raise MarsError(f"there is no data file {data}")
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
+        try:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, 1):
                     rows += [dict(json.loads(line))] if line.strip() else []
-                except (ValueError, TypeError):
-                    raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise MarsError(f"cannot unpack {data}: {first_line(error)}") from None
+        except (ValueError, TypeError):
+            raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
     else:
         from datasets import load_dataset
 
@@ -182,6 +183,14 @@ def load_rows(data: str, split: str = "train", seed: int = 0) -> list[dict]:
             raise MarsError(f"cannot load the data set {data}: {first_line(error)}") from None
     if not rows:
         raise MarsError(f"{data} is empty")
+    return rows
+
+
+def load_rows(data: str, split: str = "train", seed: int = 0) -> list[dict]:
+    """Rows of chat data: those of the toy for "toy", else see `read_rows`."""
+    if data == "toy":
+        return toy_rows(split, 20_000, seed)
+    rows = read_rows(data, split)
     if not any(messages_of(row) for row in rows):
         columns = ", ".join(rows[0]) or "none at all"
         raise MarsError(f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
@@ -422,8 +431,11 @@ def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> t
     return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None):
-    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot."""
+def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None, need_template: bool = False):
+    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot.
+
+    A tokenizer without a chat template gets a plain one, with a note to the user, or is refused with `need_template`.
+    """
     device, dtype = pick(device, dtype)
     advice = "make one with `python mars.py train`, or name another with --model"
     if not Path(path).is_dir() and (path.count("/") > 1 or "/" in path and Path(path).parent.is_dir()):
@@ -437,6 +449,8 @@ def load(path: str, device: str | None = None, dtype: str | torch.dtype | None =
         raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
     check_supported(model)
     if not tokenizer.chat_template:
+        if need_template:
+            raise MarsError(f"{path} has no chat template: name an instruction-tuned model with --model")
         print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
         tokenizer.chat_template = PLAIN_TEMPLATE
     tidy(model, tokenizer)
@@ -607,7 +621,11 @@ class SlotCache:
 # ---------------------------------------------------------------------------------------------------------------------
 
 Threshold = float | list[float] | Callable[[], float]
-METRICS = {"probability": 0.95, "margin": 0.9, "entropy": 0.2}  # with the threshold that the command line takes
+METRICS = {  # what a threshold may bound, with thresholds worth a try: the first is AR decoding, the second a good start
+    "probability": (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5),
+    "margin": (1.0, 0.9, 0.8, 0.6, 0.4, 0.2),
+    "entropy": (0.0, 0.1, 0.2, 0.4, 0.8, 1.2),
+}
 END = object()  # what `next` answers when there are no more rows
 
 
@@ -728,7 +746,7 @@ def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[lis
         if not (0 <= value < math.inf if metric == "entropy" else 0 < value <= 1):
             allowed = "0 or more, for entropy" if metric == "entropy" else "above 0 and at most 1"
             raise MarsError(f"threshold {value} is out of range: it must be {allowed}")
-        if value == (0 if metric == "entropy" else 1):
+        if value == METRICS[metric][0]:
             return math.inf
         if not drafts:
             raise MarsError(f"this checkpoint was not trained with masks: it decodes as an AR model only, not at {value}")
@@ -791,14 +809,23 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     return decode(model, rows(), bounds, metric, temperature, seed, batch_size, block_size, mask_id)
 
 
-def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95, **options) -> list[Output]:
-    """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
+def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95,
+             **options) -> Iterator[tuple[int, Output]]:  # fmt: skip
+    """Decode all prompts; yields (index, Output) of each as soon as it is done. See `stream` for the options."""
     outs, ends = [Output() for _ in prompts], end_tokens(model)
     for index, tokens in stream(model, prompts, max_new_tokens, threshold, **options):
-        outs[index].tokens += tokens
-        outs[index].steps.append(len(tokens))
-        outs[index].stop = "eos" if tokens[-1] in ends else "length"
-    return outs
+        out = outs[index]
+        out.tokens += tokens
+        out.steps.append(len(tokens))
+        out.stop = "eos" if tokens[-1] in ends else "length"
+        if out.stop == "eos" or len(out.tokens) == min(max_new_tokens, window(model) - len(prompts[index])):
+            yield index, out
+
+
+def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95, **options) -> list[Output]:
+    """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
+    outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
+    return [outs[index] for index in range(len(prompts))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -841,7 +868,7 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
     All modes take turns in every repeat, so that a noisy machine hurts all alike; figures are medians of the repeats,
     after one run of each that is not counted.
     """
-    ar = 0.0 if metric == "entropy" else 1.0
+    ar = METRICS[metric][0]
     for threshold in thresholds:
         bounds_for(threshold, metric, True)  # complain before the work begins
     modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar]
@@ -1011,7 +1038,7 @@ def generate_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
     threshold = args.threshold
     if threshold is None:  # a plain checkpoint is an AR model
-        threshold = METRICS[args.metric] if trained_block_size(model) > 1 else 0.0 if args.metric == "entropy" else 1.0
+        threshold = METRICS[args.metric][trained_block_size(model) > 1]
     questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
     if "" in questions:
         raise MarsError("there is no question: give one as an argument, or pipe one in")
@@ -1043,7 +1070,7 @@ COLUMNS = {  # of a result table: title, format
     "mode": ("mode", "<6"), "threshold": ("τ", "6"), "batch_size": ("batch", "5"), "tokens_per_forward": ("tokens/pass", "11.2f"),
     "ms_per_forward": ("ms/pass", "8.2f"), "tokens_per_second": ("tokens/s", "9,.0f"), "speedup": ("speedup", "7.2f"),
     "step_ms": ("ms/step", "9.1f"), "peak_memory_mb": ("peak MB", "8,.0f"), "time_ratio": ("time ratio", "10.2f"),
-    "memory_ratio": ("memory ratio", "12.2f"), "accuracy": ("accuracy", "8.1%"), "maths": ("maths", "7.1%"), "code": ("code", "7.1%"),
+    "memory_ratio": ("memory ratio", "12.2f"), "accuracy": ("accuracy", "8.1%"), "standard_error": ("± SE", "6.1%"),
 }  # fmt: skip
 
 
@@ -1069,7 +1096,7 @@ def hardware(model) -> str:
 def write_results(args, model, rows: list[dict]) -> None:
     """Write the rows of a run, with its settings and what it ran on, to --json FILE."""
     if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "run"}
+        settings = {name: value for name, value in vars(args).items() if not callable(value)}
         Path(args.json).write_text(json.dumps({"rows": rows, "settings": settings, "hardware": hardware(model)}, indent=1) + "\n")
 
 
@@ -1089,7 +1116,7 @@ def bench_command(args) -> None:
         prompts = [chat_ids(tokenizer, chat[:-1] if chat[-1]["role"] == "assistant" else chat) for chat in chats]
         lengths = sorted(map(len, prompts))
         print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, medians of --repeats {args.repeats}")
-        thresholds = args.thresholds if trained_block_size(model) > 1 else []
+        thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained_block_size(model) > 1 else []
         timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric)
         results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup")
         lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] == "ar")
@@ -1187,7 +1214,7 @@ def main(argv: list[str] | None = None) -> None:
     b.set_defaults(run=bench_command)
     add = b.add_argument
     add("--batch-sizes", type=numbers(positive), default="1,8", help="comma-separated (default %(default)s)")
-    add("--thresholds", type=numbers(float), default="1.0,0.95,0.9,0.7", help="comma-separated (default %(default)s)")
+    add("--thresholds", type=numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8, for probability)")
     add("--data", default="toy", help="whose questions: toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default %(default)s)")
     add("--limit", type=positive, default=32, help="number of prompts (default %(default)s)")
     add("--repeats", type=positive, default=5, help="timed runs of each mode (default %(default)s)")

@@ -1,10 +1,15 @@
 """The method, one sentence a test. Tiny random models, float32, CPU, no downloads: `python -m pytest -q`."""
 
+import argparse
 import functools
+import gzip
 import json
 import math
 import random
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -343,19 +348,19 @@ def test_toy_problems_are_disjoint_and_solvable():
     assert not {row["key"] for row in training} & {row["key"] for row in held_out}
     assert held_out == mars.toy_rows("test", 1000) != mars.toy_rows("test", 1000, seed=1)
     for row in held_out:
-        assert evaluation.toy_correct(row, row.get("answer") or row["completion"])
+        assert evaluation.score_toy(row, row.get("answer") or row["completion"], None)["correct"]
     code = [row for row in held_out if row["task"] == "code"]
-    assert sum(evaluation.toy_correct(row, "    return 1") for row in code) < 0.02 * len(code)
-    assert not any(evaluation.toy_correct(row, row["answer"] + "1") for row in held_out if row["task"] == "maths")
+    assert sum(evaluation.passes_test(row, "    return 1") for row in code) < 0.02 * len(code)
+    assert not any(evaluation.score_toy(row, row["answer"] + "1", None)["correct"] for row in held_out if row["task"] == "maths")
 
 
 def test_toy_code_that_is_more_than_toy_code_is_not_run():
     """A completion may hold only the toy's few words of Python."""
     row = {"task": "code", "prompt": "def f(x):\n", "test": "assert f(1) == 1"}
-    assert evaluation.toy_correct(row, "    return x")
+    assert evaluation.passes_test(row, "    return x")
     for body in ("    return x\nf = 1", "    while x: x = 1\n    return x", "    import os\n    return x", "    return x.real", "    return abs(x)",
                  "    return [y for y in x for z in x]", "    return x * 9 * 9 * 9", "    return", "", "    return (x"):  # fmt: skip
-        assert not evaluation.toy_correct(row, body), body
+        assert not evaluation.passes_test(row, body), body
 
 
 def test_the_response_is_found_and_ends_with_its_end_token():
@@ -500,6 +505,218 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
     rows = json.loads(result.read_text())["rows"]
     assert [(row["mode"], row["batch_size"]) for row in rows] == [(m, n) for n in (1, 2) for m in ("hf", "ar", "mars", "mars", "mars")]
     assert rows[0]["speedup"] == 1 and all(row["same_as_hf"] == 4 for row in rows if row["mode"] == "ar")
-    evaluation.main(f"toy --model {out}/mars --limit 6 --thresholds 1.0,0.5 --json {result}".split())
-    rows = json.loads(result.read_text())["rows"]
-    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("ar", 1.0, 6), ("mars", 0.5, 6)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation: what counts as right, and how model-written code is held
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers, number", [
+    ("18 | 18. | 18.00 | $18 | £18.0 | **18** | It is 18 dollars. | She makes $18/day. | 18% | so 9*2=18 | 10+8 = 18 eggs | (18)", 18),
+    ("#### 18 | ####18 | #### $18. | #### 18 eggs per 2 days | #### 9 * 2 = 18 | ####N18N | #### **Answer:** $18 | #### 3N#### 18", 18),
+    (r"\boxed{18} | \boxed{\$18}, in 7 days | \boxed{18 | \boxed{\text{18 dollars}} | \boxed{x = 18} | $$\boxed{18\text{ m}^2}$$ in 3 | $18$", 18),
+    ("The answer is 18. In 2 days | **Answer: 18** (9 times 2) | #### Step 2: 5 moreNSo 18 | #### 1. Add the 5NIt is 18 | 18 m^2 | 18 m² | x_1 is 18", 18),
+    (r"1234 | 1,234 | $1,234.00 | 1 234 | 1{,}234 | 1\,234 | 1 234 km", 1234), ("2 million | 2,000,000 | $2 Million.", 2_000_000),
+    (r"-5 | $-5 | -$5 | −5 | –5 | x=-5 | (-5) | #### -5 | \boxed{-5}", -5), ("10-5 | 10 - 5 | 3-5 | 5 | a-5", 5),
+    (r"3/4 | .75 | 0.75 | 3 / 4 | ¾ | \frac{3}{4} | \boxed{\dfrac{3}{4}} | #### 3/4 cup", 0.75), (r"1 1/2 | 1½ | 1.5 | 1\frac{1}{2} | 3/2", 1.5),
+    ("-1/2 | -½ | -0.50", -0.5), ("none | | #### | eighteen | \\boxed{} | 5/0 | #### x | m² | 9" + "9" * 5000, None),
+])  # fmt: skip
+def test_every_form_of_a_number(answers, number):
+    """GSM8K: what a careful reader takes for the answer; no answer is None, and never an exception."""
+    for answer in answers.split("|"):
+        assert evaluation.extract_number(answer.strip().replace("N", "\n")) == number, answer
+    problem = {"answer": f"so\n#### {number}"}
+    assert evaluation.score_number(problem, answers.split("|")[0], None)["correct"] == (number is not None)
+
+
+PROMPT = """from typing import List
+
+def double(x: int) -> int:
+    return x * 2
+
+def first(xs: List[int], default: int = 0) -> int:
+    \'\'\' The first of xs, twice; the default where there is none.
+    >>> first([3])
+    6
+    \'\'\'
+"""
+BODY = "    for x in xs:\n        return double(x)\n    return default\n"
+WHOLE = PROMPT[PROMPT.index("def first") :] + BODY
+SHORT = "def first(xs, default=0):\n" + BODY
+PROBLEM = dict(code=PROMPT, entry_point="first", test="def check(f):\n    assert f([3, 4]) == 6\n    assert f([], 7) == 7")
+ANSWERS = {
+    "a fenced block": f"```python\n{WHOLE}```", "prose around it": f"Sure! Here it is:\n\n```python\n{SHORT}```\n\nIt doubles `x`.",
+    "an unclosed fence": f"```py\n{WHOLE}\nprint(first([", "no fence": SHORT, "prose and no fence": f"The function:\n{SHORT}\nIt works.",
+    "a body": BODY, "a body that lost its indentation": BODY.lstrip(), "a fenced body": f"```\n{BODY}```",
+    "a body at the margin": "for x in xs:\n    return double(x)\nreturn default", "a body, then prose": f"{BODY}```\nThis returns it.",
+    "prose, then a body": f"The body is\n{BODY}", "a block in a list": "1. So:\n   ```python\n" + re.sub("(?m)^", "   ", SHORT) + "```",
+    "imports outside": f"from math import prod\n{SHORT.replace('double(x)', 'prod([x, 2])')}",
+    "imports in their own block": f"```python\nimport math\n```\nand\n```python\n{SHORT.replace('double(x)', 'math.prod([x, 2])')}```",
+    "a helper in a later block": f"```\n{SHORT.replace('double', 'twice')}```\nwith\n```\ndef twice(x): return x + x\n```",
+    "a constant": f"```\nTWO = 2\n{SHORT.replace('double(x)', 'x * TWO')}```", "a wrong version first": f"```\n{PROMPT}    pass\n```\nBetter:\n```\n{SHORT}```",
+    "a version cut short last": f"```\n{SHORT}```\nOr:\n```\ndef first(xs, default):\n    return 5\n    xs = [1,", "chat tokens": f"{SHORT}<|im_end|>\n<|im_start|>user",
+    "leading chat tokens": f"<|im_start|>assistant\n```\n{SHORT}```</s>", "trial runs": f"```\n{SHORT}\nn = int(input())\nm = first([n])\nprint(m)\nassert first([1]) == 1\n```",
+    "a future import": f"```\nfrom __future__ import annotations\n{SHORT}```", "a shell block": f"```bash\npip install x\n```\n```python\n{SHORT}```",
+    "a decorator": f"```\nimport functools\n@functools.wraps(double)\n{SHORT}```", "a main guard": f"{SHORT}\nif __name__ == '__main__':\n    print(first(input()))",
+    "a lambda": "first = lambda xs, default=0: double(xs[0]) if xs else default", "a second signature": f"```python\n{WHOLE}\n{SHORT}```",
+}  # fmt: skip
+
+
+def held() -> None:
+    """Skip where the system cannot hold model-written code: there it is refused, with the reason."""
+    try:
+        evaluation.check_sandbox()
+    except mars.MarsError as error:
+        pytest.skip(str(error))
+
+
+def test_the_function_is_found_in_an_answer():
+    """HumanEval: every form in which an instruct model returns a function."""
+    held()
+    args = argparse.Namespace(run_code=True)
+    for form, answer in ANSWERS.items():
+        score = evaluation.score_function(PROBLEM, answer, args)
+        assert score["correct"], (form, score)
+        wrong = evaluation.score_function(PROBLEM, answer.replace("default", "None"), args)
+        assert not wrong["correct"] or form == "prose, then a body", (form, wrong)
+    for answer in ("", "I cannot.", "```python\n```", "```", PROMPT, "def other(xs): return 6", "(" * 500, "\0", "first", BODY[:20]):
+        assert not evaluation.score_function(PROBLEM, answer, args)["correct"], answer
+    assert evaluation.score_function(PROBLEM, SHORT, argparse.Namespace(run_code=False))["correct"] is None
+
+
+HOSTILE = {
+    "while True: pass": "took longer", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass": "took longer",
+    "bytearray(10 * 2**30)": "MemoryError", "print('x' * 10**9)": "", "import sys\nfor _ in range(1000): sys.stdout.write('x' * 10**6)": "1 MB",
+    "try:\n    while True: print('x' * 10**6)\nexcept OSError: pass": "1 MB", "import sys; sys.exit(0)": "SystemExit",
+    "import os; os._exit(0)": "ended before", "open('f', 'w').write('x' * 2**21)": "File too large", "input()": "EOFError",
+    "import os; os.kill(os.getpid(), 11)\nos.abort()": "", "import ctypes; ctypes.string_at(0)": "signal 11", "raise KeyboardInterrupt": "KeyboardInterrupt",
+    "import os\nif os.fork(): os._exit(0)": "ended before", "assert 'SECRET_OF_OURS' not in __import__('os').environ\n1 / 0": "ZeroDivisionError",
+    "import os\nassert not os.listdir() and os.getuid()\nopen('f', 'w').close(); os.remove('f')\n1 / 0": "ZeroDivisionError",
+    "import os, signal\nfor pid in (os.getppid(), 0, -1):\n    try: os.kill(pid, 9)\n    except OSError: pass\n1 / 0": "",
+}  # fmt: skip
+
+
+def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
+    """Whatever a program does, it fails for itself, is gone afterwards, and the next one runs."""
+    held()
+    monkeypatch.setattr(evaluation, "SECONDS", 2)
+    monkeypatch.setenv("SECRET_OF_OURS", "x")
+    assert evaluation.run_program("import json, random, collections") is None
+    for program, reason in HOSTILE.items():
+        error = evaluation.run_program(program)
+        assert error and reason in error, (program, error)
+    # a descendant that left its group, its session and its parent does not outlive the program
+    mark = f"left {tmp_path.name} {random.random()}"
+    leave = f"import os, time\nmark = {mark!r}\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        os.execvp('sleep', ['sleep', '1234567'])\n    os._exit(0)\ntime.sleep(0.3)"
+    assert evaluation.run_program(leave) is None
+    assert not [c for c in Path("/proc").glob("[0-9]*/cmdline") if c.exists() and b"1234567" in c.read_bytes()]
+    assert evaluation.run_program("pass") is None
+
+
+QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 16)[::2]]
+
+
+def run_eval(capsys, command: str) -> list[dict]:
+    evaluation.main(command.split())
+    capsys.readouterr()
+    return json.loads(Path(command.split()[-1]).read_text())["rows"]
+
+
+def figures(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "speedup")} for row in rows]
+
+
+def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys):
+    """Results are written as they come; --resume answers only what is missing, and the table is that of a whole run."""
+    data, samples = tmp_path / "q.jsonl.gz", tmp_path / "s.jsonl"
+    data.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
+    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --batch-size 3 --thresholds 1.0,0.5 --baseline"
+    rows = run_eval(capsys, f"{common} --samples {samples} --json {tmp_path}/a.json")
+    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("hf", None, 8), ("ar", 1.0, 8), ("mars", 0.5, 8)]
+    assert rows[0]["speedup"] == 1 and all(row["speedup"] > 0 and row["accuracy"] == row["standard_error"] == 0 for row in rows)
+    lines = samples.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len(records) == 24 and {record["prompt"] for record in records} == {q["question"] for q in QUESTIONS}
+    assert all(sum(record["steps"]) <= 8 and record["correct"] is False and "completion" in record for record in records)
+    samples.write_text("\n".join([*lines[:5], *lines[8:13], lines[13][:40]]))  # cut in the middle of a line
+    assert figures(run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/b.json")) == figures(rows)
+    again = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert {(r["mode"], r["threshold"], r["id"], r["completion"]) for r in again} == {(r["mode"], r["threshold"], r["id"], r["completion"]) for r in records}
+    right = [json.dumps(record | {"completion": QUESTIONS[int(record["id"][6:])]["answer"]}) for record in records]
+    samples.write_text("\n".join(right))  # a saved completion is scored anew
+    rows = run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/c.json")
+    assert [row["accuracy"] for row in rows] == [1, 1, 1]
+    before = samples.read_text()
+    for change, complaint in (("", "--resume"), ("--resume --max-new-tokens 9", "max_new_tokens 8, not 9")):
+        with pytest.raises(SystemExit):
+            evaluation.main(f"{common} --samples {samples} {change}".split())
+        assert complaint in capsys.readouterr().err and samples.read_text() == before
+
+
+def test_several_processes_report_what_one_does(checkpoint, tmp_path, capsys):
+    """Under torchrun the ranks share the problems; the table is the same."""
+    data = tmp_path / "q.jsonl"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS[:5])))
+    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --thresholds 1.0,0.5 --samples {tmp_path}/"
+    alone = run_eval(capsys, f"{common}a --json {tmp_path}/a.json")
+    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {evaluation.__file__} {common}b --json {tmp_path}/b.json"
+    shared = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True)
+    assert shared.returncode == 0, shared.stderr
+    assert figures(json.loads((tmp_path / "b.json").read_text())["rows"]) == figures(alone)
+    records = [json.loads(line) for line in (tmp_path / "b").read_text().splitlines()]
+    assert len(records) == 10 and {record["rank"] for record in records} == {0, 1} and shared.stdout.count("tokens/pass") == 1
+
+
+def test_humaneval_keeps_programs_until_it_may_run_them(checkpoint, tmp_path, capsys):
+    """Without --run-code programs are kept and not run; with --resume --run-code they are scored."""
+    held()
+    (tmp_path / "h.jsonl").write_text(json.dumps({"task_id": "t/0", "prompt": PROMPT, "entry_point": "first", "test": PROBLEM["test"]}))
+    common = f"humaneval --model {checkpoint} --data {tmp_path}/h.jsonl --max-new-tokens 4 --thresholds 1.0 --samples {tmp_path}/s"
+    (row,) = run_eval(capsys, f"{common} --json {tmp_path}/a.json")
+    assert row["accuracy"] is None and row["n"] == 1
+    record = json.loads((tmp_path / "s").read_text())
+    (tmp_path / "s").write_text(json.dumps(record | {"completion": SHORT}))
+    (row,) = run_eval(capsys, f"{common} --resume --run-code --json {tmp_path}/a.json")
+    assert row["accuracy"] == 1 and json.loads((tmp_path / "s").read_text())["correct"] is True
+
+
+@pytest.mark.parametrize("command, complaint", [
+    ("arc --model {ok}", "arc"), ("gsm8k --model {ok} --data {tmp}/none.jsonl", "no data file"), ("gsm8k --model {ok} --data {tmp}/empty.jsonl", "is empty"),
+    ("gsm8k --model {ok} --data {tmp}/columns.jsonl", "'answer'"), ("humaneval --model {ok} --run-code --data {tmp}/columns.jsonl", "'task_id'"),
+    ("gsm8k --model {ok} --data {tmp}/bad.gz", "unpack"), ("gsm8k --model {ok} --data {tmp}/ok.jsonl --limit 0", "at least 1"),
+    ("gsm8k --model {plain} --data {tmp}/ok.jsonl", "no chat template"), ("gsm8k --model {ok} --data {tmp}/none --limit 1", "cannot load"),
+    ("gsm8k --model {ok} --data {tmp}/ok.jsonl --thresholds 0.5,2", "out of range"), ("toy --model {ok} --resume", "--samples"),
+    ("toy --model {ok} --json {tmp}/none/x.json", "no folder"), ("humaneval --model {ok} --data {tmp}/ok.jsonl", "'task_id'"),
+    ("gsm8k --model {ok} --data {tmp}/reference.jsonl", "no number"),
+])  # fmt: skip
+def test_a_bad_evaluation_is_one_line_and_writes_nothing(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
+    """Unknown task, missing or empty data, missing fields (named), a model without a chat template."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ok = json.dumps(QUESTIONS[0])
+    for name, text in {"empty": "\n", "columns": ok + '\n{"question": "a"}', "ok": ok, "reference": '{"question": "a", "answer": "b"}'}.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"{}" * 99)[:-9])
+    model, tokenizer = mars.toy_model()
+    mars.save(model, tokenizer, tmp_path / "plain", B, tokenizer.mask_token_id)
+    (tmp_path / "plain/chat_template.jinja").unlink()
+    (tmp_path / "result.json").write_text("precious")
+    words = command.format(tmp=tmp_path, ok=checkpoint, plain=tmp_path / "plain").split()
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(words if "--json" in words else [*words, "--json", f"{tmp_path}/result.json"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and complaint in error and error.count("\n") == 1 and error.startswith("error: ")
+    assert (tmp_path / "result.json").read_text() == "precious"
+
+
+def test_the_frontier_is_drawn_where_matplotlib_is(checkpoint, tmp_path, capsys, monkeypatch):
+    """--plot needs matplotlib, and says so before the work begins."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        evaluation.main(f"toy --model {checkpoint} --plot {tmp_path}/f.png".split())
+    assert "pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "f.png").exists()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    evaluation.main(f"toy --model {checkpoint} --limit 4 --max-new-tokens 4 --thresholds 1.0,0.5 --plot {tmp_path}/f.png".split())
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
