@@ -8,7 +8,6 @@ As in the paper: zero-shot, the model's own chat template, greedy, 256 new token
 their answers are scored, the sandbox for model-written code, the run.
 """
 
-import argparse
 import ast
 import contextlib
 import datetime
@@ -39,36 +38,82 @@ import mars
 # A problem is {"id", "prompt": what the user asks, …}. A task has a function that lists its problems, and one that
 # scores a completion: {"extracted": what was taken for the answer, "correct": the verdict, "error": why not}.
 
+def fields(rows: list[dict], args, *names: str) -> list[dict]:
+    """The first `--limit` rows, or a MarsError if one of them has not all of these fields, as text."""
+    for number, row in enumerate(rows[: args.limit], 1):
+        for name in names:
+            if not isinstance(row.get(name), str):
+                raise mars.MarsError(f"row {number} of the data has no text in the field {name!r}: {args.task} needs {', '.join(names)}")
+    return rows[: args.limit]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Toy: held-out problems of the world that `python mars.py train` learns
+# ---------------------------------------------------------------------------------------------------------------------
+
+TOY_PYTHON = (  # all that a toy function is made of: no call, attribute, import or while
+    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Expr, ast.Constant, ast.Return, ast.Assign, ast.AugAssign, ast.For,
+    ast.If, ast.Name, ast.List, ast.ListComp, ast.comprehension, ast.BinOp, ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Lt, ast.Gt,
+    ast.Load, ast.Store,
+)  # fmt: skip
+
+
+def passes_test(problem: dict, completion: str) -> bool:
+    """Whether the function that `problem["prompt"]` and `completion` make passes its test.
+
+    Model-written code is run here, so it is looked at first: what is not written in the toy's few words of Python fails
+    unread. One loop and two products bound its time and memory.
+    """
+    try:
+        tree = ast.parse(problem["prompt"] + completion)
+        nodes = list(ast.walk(tree))
+        loops, products = (sum(isinstance(n, kind) for n in nodes) for kind in ((ast.For, ast.comprehension), ast.Mult))
+        if len(tree.body) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes) or loops > 1 or products > 2:
+            return False
+        scope = {"__builtins__": {}}
+        exec(compile(tree, "completion", "exec"), scope)
+        exec(problem["test"], scope)
+    except Exception:  # whatever a wrong program may raise: it is wrong
+        return False
+    return True
+
+
+def toy_problems(args) -> list[dict]:
+    rows = mars.toy_rows("test", args.limit or 1000)
+    return [{**row, "id": f"toy/{i}", "prompt": mars.messages_of(row)[0]["content"]} for i, row in enumerate(rows)]
+
+
+def score_toy(problem: dict, completion: str, args) -> dict:
+    if problem["task"] == "maths":
+        return score_number(problem, completion, args)
+    return {"extracted": completion, "correct": passes_test(problem, completion), "error": None}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # GSM8K: word problems whose answer is a number
 # ---------------------------------------------------------------------------------------------------------------------
 
-INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,3}(?:[ ][0-9]{3})+(?![0-9]) | [0-9]+)"
-NUMBER = re.compile(
-    rf"""
-    (?<![\w.^]) (?<![\^_]\{{)                       # not in a word, an exponent or an index
-    (?P<minus> (?<![)\]}}]) -)? [$€£¥]? (?P<minus2>-)?
-    (?: (?P<whole>[0-9]+)[ ](?=[0-9]+/[0-9]) )?      # 1 1/2
+INTEGER = r"(?: [0-9]{1,3}(?:,[0-9]{3})+(?![0-9]) | [0-9]{1,3}(?:[ ][0-9]{3})+(?![0-9]) | [0-9]+ )"  # 1,234 or 1 234 or 1234
+NUMBER = rf"""
+    (?<![\w.^]) (?<![\^_]\{{)                       # not inside a word, an exponent or an index
+    (?P<minus> (?<![)\]}}]) -)? [$€£¥]? (?P<minus2>-)?   # -5, -$5 and $-5, but the 5 of 10-5
+    (?: (?P<whole>[0-9]+)[ ](?=[0-9]+/[0-9]) )?      # the first 1 of 1 1/2
     (?P<number> {INTEGER}(?:\.[0-9]+)? | \.[0-9]+) (?!\.?[0-9])
     (?: \s?/\s?(?P<divisor>{INTEGER}) (?!\.?[0-9]) )?
     (?: \s?(?P<scale>thousand|million|billion)\b )?
-    """,
-    re.VERBOSE | re.ASCII | re.IGNORECASE,
-)
-SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-MARKS = (r"\#\#\#\#(?!\W*step|\W*[0-9]+[.)]\ +[a-z])", r"\\boxed\s*\{", r"\banswer\b")  # what announces an answer, the clearest first
-EXPLICIT = [
-    re.compile(
-        rf"""
-        {mark} (?:[^\n=]*=)*?                        # 9 * 2 = 18: the result counts
-        (?: \W | \\[a-z]+ | \b(?:the|final|answer|is)\b )*?
-        (?P<it>{NUMBER.pattern})
-        (?! \s?[*/+x×÷=^-]\s?[$(]*[0-9])            # the start of a sum is no answer
-        """,
-        re.VERBOSE | re.ASCII | re.IGNORECASE,
+"""
+RESULT = rf"""
+    (?:[^\n=]*=)*?                                   # of 9 * 2 = 18 the 18
+    (?: \W | \\[a-z]+ | \b(?:the|final|answer|is)\b )*?
+    {NUMBER} (?! \s?[*/+x×÷=^-]\s?[$(]*[0-9])        # but not the start of a sum
+"""
+PATTERNS = [  # where the answer is, the clearest sign first; #### may also be a heading: "#### Step 2", "#### 1. Find the total"
+    re.compile(sign + what, re.VERBOSE | re.ASCII | re.IGNORECASE)
+    for sign, what in (
+        (r"\#\#\#\#(?! \W*step | \W*[0-9]+[.)][ ]+[a-z])", RESULT), (r"\\boxed\s*\{", RESULT), (r"\b answer \b", RESULT), ("", NUMBER),
     )
-    for mark in MARKS
-]
+]  # fmt: skip
+SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
 def extract_number(text: str) -> Fraction | None:
@@ -78,23 +123,19 @@ def extract_number(text: str) -> Fraction | None:
     """
     text = unicodedata.normalize("NFKC", re.sub("(?<=[0-9])([¼-¾⅐-⅞])", r" \1", text))  # ½ becomes 1⁄2, narrow spaces plain ones
     text = text.translate({ord("−"): "-", ord("–"): "-", ord("⁄"): "/"})
-    for pattern, plain in (
-        (r"(?<=[0-9])(?=\\[dt]?frac)", " "),
-        (r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2"),
-        (r"(?<=[0-9])(\{,\}|\\,)(?=[0-9]{3})", ","),
-        (r"\\([$%])", r"\1"),
-    ):
-        text = re.sub(pattern, plain, text)
-    found = next((matches for mark in EXPLICIT if (matches := list(mark.finditer(text)))), None) or list(NUMBER.finditer(text))
+    text = re.sub(r"(?<=[0-9])(?=\\[dt]?frac)", " ", text)
+    text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
+    text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})", ",", text)  # the thousands separators of LaTeX
+    text = re.sub(r"\\([$%])", r"\1", text)
+    found = next((matches[-1] for pattern in PATTERNS if (matches := list(pattern.finditer(text)))), None)
     if not found:
         return None
-    part = {name: found[-1][name] for name in NUMBER.groupindex}
+    part = {name: re.sub("[ ,]", "", value or "") for name, value in found.groupdict().items()}
     try:
-        number = Fraction(re.sub("[ ,]", "", part["number"])) / Fraction(re.sub("[ ,]", "", part["divisor"] or "1"))
-        number = (number + int(part["whole"] or 0)) * SCALES[part["scale"] and part["scale"].lower()]
+        number = int(part["whole"] or 0) + Fraction(part["number"]) / Fraction(part["divisor"] or 1)
     except (ZeroDivisionError, ValueError):  # ValueError: more digits than Python reads
         return None
-    return -number if part["minus"] or part["minus2"] else number
+    return number * SCALES[part["scale"].lower()] * (-1 if part["minus"] or part["minus2"] else 1)
 
 
 def gsm8k_problems(args) -> list[dict]:
@@ -144,19 +185,21 @@ def definitions(code: str, name: str, constants: bool = True) -> tuple[str, bool
 
     What a model writes around them (calls, prints, asserts of its own, input()) is a trial run and may go wrong.
     """
-    tree, _ = parsed(code)
     keep, trial, found = set(), {name, "input"}, False
-    for node in tree.body:
-        targets = {n.id for t in getattr(node, "targets", [getattr(node, "target", node)]) for n in ast.walk(t) if isinstance(n, ast.Name)}
-        defines = name in targets or getattr(node, "name", None) == name
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            if not defines and (not constants or trial & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}):
-                trial |= targets  # and what is computed from it
+    for node in parsed(code)[0].body:
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound = {getattr(node, "name", None)}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+            if name not in bound and (not constants or trial & {n.id for n in names}):
+                trial |= bound  # what is computed from it is a trial run as well
                 continue
-        elif not isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        else:
             continue
-        found |= defines
-        keep |= set(range(min([node, *getattr(node, "decorator_list", [])], key=lambda n: n.lineno).lineno, node.end_lineno + 1))
+        found |= name in bound
+        first = min(n.lineno for n in (node, *getattr(node, "decorator_list", ())))
+        keep |= set(range(first, node.end_lineno + 1))
     return "\n".join(line for number, line in enumerate(code.split("\n"), 1) if number in keep), found
 
 
@@ -238,46 +281,56 @@ def sandbox() -> None:
     nowhere but to a small /tmp in memory; when its first process ends, the kernel ends all others. Root needs more, for
     limits on processes do not bind it: it becomes a user whom nobody else is, and that user's processes are ended.
     """
-    import contextlib, ctypes, json, os, resource, select, shutil, signal, sys, tempfile, traceback
+    import contextlib, ctypes, json, os, pwd, resource, select, shutil, signal, sys, tempfile, traceback
 
+    NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x8000000, 0x10000000, 0x20000000, 0x40000000  # of unshare(2)
+    BIND, REC, PRIVATE = 0x1000, 0x4000, 0x40000  # of mount(2)
+    PDEATHSIG, CHILD_SUBREAPER, NO_NEW_PRIVS = 1, 36, 38  # of prctl(2)
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(name, *values):
-        values = [ctypes.c_char_p(v.encode()) if isinstance(v, str) else ctypes.c_void_p(v) if v is None else v for v in values]
+        """A system call that Python's library lacks."""
+        values = [ctypes.c_char_p(v.encode()) if isinstance(v, str) else ctypes.c_void_p() if v is None else v for v in values]
         if getattr(libc, name)(*values) < 0:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
-    def writable(path, yes):  # mount_setattr: set or clear "read only" on all mounts below path
-        call("syscall", 442, -100, path, 0x8000, (ctypes.c_uint64 * 4)(0 if yes else 1, 1 if yes else 0, 0, 0), ctypes.c_size_t(32))
+    def read_only(path, yes):
+        """mount_setattr(2), number 442 everywhere: of all that is mounted at `path` and below it."""
+        attributes = (ctypes.c_uint64 * 4)(yes, not yes, 0, 0)  # MOUNT_ATTR_RDONLY, to set and to clear
+        call("syscall", 442, -100, path, 0x8000, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
 
-    def enter():  # the private view of the file system
-        call("mount", None, "/", None, 0x44000, None)  # MS_REC | MS_PRIVATE: nothing that follows is seen outside
+    def narrow():
+        """The program's own view of the file system: home folders are empty, and only /tmp, which is too, can be written to."""
+        call("mount", None, "/", None, REC | PRIVATE, None)  # from here on nothing is seen outside
         python = [(path, os.open(path, os.O_PATH)) for path in (sys.base_prefix, sys.prefix)]
         for place in filter(os.path.isdir, ("/root", "/home", "/tmp")):
             call("mount", "tmpfs", place, "tmpfs", 0, "size=64m,mode=755")
         for path, handle in python:
-            if not os.path.exists(path):  # Python itself was in a home folder
+            if not os.path.exists(path):  # Python itself is in a home folder: put it back
                 os.makedirs(path)
-                call("mount", f"/proc/self/fd/{handle}", path, None, 0x5000, None)  # MS_REC | MS_BIND
+                call("mount", f"/proc/self/fd/{handle}", path, None, BIND | REC, None)
         call("mount", "proc", "/proc", "proc", 0, None)
-        writable("/", False)
-        writable("/tmp", True)
+        read_only("/", True)
+        read_only("/tmp", False)
 
     def run():
-        """The child of the child: give up every right, then run the program in this process."""
+        """Give up every right, then run the program in this process."""
         os.setsid()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(output, 1), os.dup2(output, 2)
+        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
+            os.dup2(source, target)
         os.closerange(3, 256)
         if namespaces:
-            enter()
-        os.chdir(folder := tempfile.mkdtemp() if namespaces else home)
+            narrow()
+        os.chdir(own := folder or tempfile.mkdtemp())
         if root:
-            os.chown(folder, user, user)
-            os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
-        else:  # the rights that come with a namespace
+            os.chown(own, user, user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        else:  # capset(2): the rights that came with the namespaces
             call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
-        call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS: no way back by setuid programs
-        call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent
+        call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
+        call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         for name, limit in dict(AS=2**30, CPU=job["seconds"] + 1, FSIZE=2**20, NPROC=8, NOFILE=64, CORE=0).items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         try:
@@ -286,25 +339,30 @@ def sandbox() -> None:
             os.write(1, job["secret"].encode())
         except BaseException as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program"]
-            where = job["source"].split("\n")[lines[-1] - 1].strip() if lines else ""
-            os.write(1, f"\n{type(error).__name__}: {error}".replace("\n", " ").encode()[:150] + f" at {where}"[:150].encode())
+            where = " at " + job["source"].split("\n")[lines[-1] - 1].strip() if lines else ""
+            os.write(1, f"\n{type(error).__name__}: {error}".replace("\n", " ")[:150].encode() + where[:150].encode())
 
-    job, root, uid, gid = json.load(sys.stdin), os.geteuid() == 0, os.geteuid(), os.getegid()
-    output, user = os.memfd_create("output"), 50_000 + os.getpid() % 10_000
-    call("prctl", 1, signal.SIGKILL, 0, 0, 0)
-    call("prctl", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans of the program become our children
-    try:  # CLONE_NEWNS, NEWIPC, NEWNET, NEWPID, and for whoever is not root NEWUSER, which allows the others
-        call("unshare", 0x20000 | 0x8000000 | 0x40000000 | 0x20000000 | (0 if root else 0x10000000))
-        namespaces = True
+    def unknown(user):
+        with contextlib.suppress(KeyError):
+            return not pwd.getpwuid(user)
+        return True
+
+    job, uid, gid = json.load(sys.stdin), os.geteuid(), os.getegid()
+    root, namespaces, folder, output = uid == 0, True, None, os.memfd_create("output")
+    user = next(filter(unknown, range(50_000 + os.getpid() % 10_000, 65_000)))
+    call("prctl", PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # end with the harness
+    call("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the program become children of this process
+    try:
+        call("unshare", NEWNS | NEWIPC | NEWPID | NEWNET | (0 if root else NEWUSER))  # NEWUSER: allows the others
     except OSError as error:
         if not root:
             return print(f"an ordinary user may not make namespaces ({error}): run as root, in a container")
-        namespaces, home = False, tempfile.mkdtemp()
+        namespaces, folder = False, tempfile.mkdtemp()
     if not root:
         for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{file}", "w") as f:
                 f.write(line)
-    if (child := os.fork()) == 0:
+    if (child := os.fork()) == 0:  # the first process of the new namespaces: the kernel ends the others with it
         try:
             run()
         except BaseException as error:
@@ -313,16 +371,18 @@ def sandbox() -> None:
             os._exit(0)
     in_time = select.select([os.pidfd_open(child)], [], [], job["seconds"])[0]
     os.kill(child, signal.SIGKILL)
-    if not namespaces:
-        if (killer := os.fork()) == 0:
+    if not namespaces and os.fork() == 0:
+        try:
             os.setresuid(user, user, user)
             os.kill(-1, signal.SIGKILL)  # every process of this user but this one
+        finally:
             os._exit(0)
-        shutil.rmtree(home, ignore_errors=True)
     status = os.waitpid(child, 0)[1]
     with contextlib.suppress(ChildProcessError):
-        while os.wait():  # for whatever is left to end
+        while os.wait():  # until nothing is left
             pass
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     printed = os.pread(output, 2**20, 0)
     print("printed more than 1 MB" if len(printed) == 2**20 else printed.decode(errors="replace"))
     if not in_time:
@@ -332,82 +392,8 @@ def sandbox() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Command-line help and checks of the data
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def fields(rows: list[dict], args, *names: str) -> list[dict]:
-    """The first `--limit` rows, or a MarsError if one of them has not all of these fields, as text."""
-    for number, row in enumerate(rows[: args.limit], 1):
-        for name in names:
-            if not isinstance(row.get(name), str):
-                raise mars.MarsError(f"row {number} of the data has no text in the field {name!r}: {args.task} needs {', '.join(names)}")
-    return rows[: args.limit]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Toy: held-out problems of the world that `python mars.py train` learns
-# ---------------------------------------------------------------------------------------------------------------------
-
-TOY_PYTHON = (  # all that a toy function is made of: no call, attribute, import or while
-    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Expr, ast.Constant, ast.Return, ast.Assign, ast.AugAssign, ast.For,
-    ast.If, ast.Name, ast.List, ast.ListComp, ast.comprehension, ast.BinOp, ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Lt, ast.Gt,
-    ast.Load, ast.Store,
-)  # fmt: skip
-
-
-def passes_test(problem: dict, completion: str) -> bool:
-    """Whether the function that `problem["prompt"]` and `completion` make passes its test.
-
-    Model-written code is run here, so it is looked at first: what is not written in the toy's few words of Python fails
-    unread. One loop and two products bound its time and memory.
-    """
-    try:
-        tree = ast.parse(problem["prompt"] + completion)
-        nodes = list(ast.walk(tree))
-        loops, products = (sum(isinstance(n, kind) for n in nodes) for kind in ((ast.For, ast.comprehension), ast.Mult))
-        if len(tree.body) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes) or loops > 1 or products > 2:
-            return False
-        scope = {"__builtins__": {}}
-        exec(compile(tree, "completion", "exec"), scope)
-        exec(problem["test"], scope)
-    except Exception:  # whatever a wrong program may raise: it is wrong
-        return False
-    return True
-
-
-def toy_problems(args) -> list[dict]:
-    rows = mars.toy_rows("test", args.limit or 1000)
-    return [{**row, "id": f"toy/{i}", "prompt": mars.messages_of(row)[0]["content"]} for i, row in enumerate(rows)]
-
-
-def score_toy(problem: dict, completion: str, args) -> dict:
-    if problem["task"] == "maths":
-        return score_number(problem, completion, args)
-    return {"extracted": completion, "correct": passes_test(problem, completion), "error": None}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The run
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def finished(model, prompts: list[list[int]], mode: str, threshold: float | None, args) -> Iterator[tuple[int, mars.Output, float]]:
-    """Decode; yields (index, Output, seconds since the answer before) for each answer as it is done.
-
-    The clock stands still while an answer is being scored: the seconds add up to the time that decoding took.
-    """
-    if mode == "hf":
-        for first in range(0, len(prompts), args.batch_size):
-            start = time.perf_counter()
-            outs = mars.hf_generate(model, prompts[first : first + args.batch_size], args.max_new_tokens, args.batch_size)
-            seconds = (time.perf_counter() - start) / len(outs)
-            yield from ((first + i, out, seconds) for i, out in enumerate(outs))
-        return
-    start = time.perf_counter()
-    for index, out in mars.finished(model, prompts, args.max_new_tokens, threshold, metric=args.metric, batch_size=args.batch_size):
-        yield index, out, time.perf_counter() - start
-        start = time.perf_counter()
 
 
 def summary(records: list[dict], args, baseline: float | None) -> dict:
@@ -431,8 +417,8 @@ def saved(path: Path) -> list[dict]:
     """The lines of a samples file; one that was cut short, when its run was, is left out."""
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
+        with contextlib.suppress(ValueError, TypeError):
+            records.append(dict(json.loads(line)))
     return records
 
 
@@ -464,33 +450,50 @@ def resume(args, problems: list[dict], rank: int) -> dict[tuple, dict]:
     return {(record["mode"], record["threshold"], record["id"]): record for record in saved(path)}
 
 
+def answers(model, tokenizer, problems: list[dict], mode: str, threshold: float | None, args) -> Iterator[dict]:
+    """Answer problems with Hugging Face's `generate` or with ours; yields the record of each as soon as it is done.
+
+    `seconds` is the time since the record before. The clock stands still while the caller does something else, such as
+    scoring: the seconds add up to what decoding took.
+    """
+    prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
+    size, longest = args.batch_size, args.max_new_tokens
+    if mode == "hf":  # in fixed batches, whose rows are all done together
+        parts = range(0, len(prompts), size)
+        outs = ((i + j, out) for i in parts for j, out in enumerate(mars.hf_generate(model, prompts[i : i + size], longest, size)))
+    else:
+        outs = mars.finished(model, prompts, longest, threshold, metric=args.metric, batch_size=size)
+    start = time.perf_counter()
+    for index, out in outs:
+        yield {
+            **{name: getattr(args, name) for name in SETTINGS}, "mode": mode, "threshold": threshold, "id": problems[index]["id"],
+            "prompt": problems[index]["prompt"], "completion": tokenizer.decode(out.tokens, skip_special_tokens=True),
+            "steps": out.steps, "stop": out.stop, "seconds": time.perf_counter() - start,
+        }  # fmt: skip
+        start = time.perf_counter()
+
+
 def sweep(model, tokenizer, problems: list[dict], done: dict[tuple, dict], rank: int, world: int, args) -> Iterator[dict]:
     """Answer the problems in every mode and at every threshold, and score the answers; yields a line of the table for each."""
-    ar, baseline, mine = mars.METRICS[args.metric][0], None, problems[rank::world]
+    ar, baseline, mine = mars.METRICS[args.metric][0], None, {problem["id"]: problem for problem in problems[rank::world]}
     modes = [("hf", None)] * args.baseline + [("ar" if t == ar else "mars", t) for t in dict.fromkeys(args.thresholds)]
     for mode, threshold in modes:
-        records = [done[key] for problem in mine if (key := (mode, threshold, problem["id"])) in done]
-        todo = [problem for problem in mine if (mode, threshold, problem["id"]) not in done]
-        prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in todo]
-        title = "Hugging Face" if mode == "hf" else f"τ = {threshold}"
-        tokens, passes, right = (sum(map(f, records)) for f in (lambda r: sum(r["steps"]), lambda r: len(r["steps"]), lambda r: r["correct"] or 0))
-        with tqdm(total=len(mine), initial=len(records), desc=title, leave=False, disable=True if rank else None) as bar:
-            for index, out, seconds in finished(model, prompts, mode, threshold, args):
-                completion = tokenizer.decode(out.tokens, skip_special_tokens=True)
-                record = {name: getattr(args, name) for name in SETTINGS}
-                record |= {"id": todo[index]["id"], "mode": mode, "threshold": threshold, "prompt": todo[index]["prompt"]}
-                record |= {"completion": completion, "steps": out.steps, "stop": out.stop, "seconds": seconds, "rank": rank}
-                record |= args.score(todo[index], completion, args)
-                records.append(record)
-                if args.samples:  # subtle: one write, to the end of the file, so that no process cuts another's line in two
-                    with open(args.samples, "ab", buffering=0) as file:
-                        file.write(json.dumps(record).encode() + b"\n")
-                tokens, passes, right = tokens + len(out.tokens), passes + len(out.steps), right + (record["correct"] or 0)
-                bar.set_postfix_str(f"{right / len(records):.1%} right, {tokens / passes:.2f} tokens/pass", refresh=False)
+        records = [done[mode, threshold, name] for name in mine if (mode, threshold, name) in done]
+        todo = [problem for name, problem in mine.items() if (mode, threshold, name) not in done]
+        title, right, tokens, passes = "Hugging Face" if mode == "hf" else f"τ = {threshold}", 0, 0, 0
+        with tqdm(total=len(mine), desc=title, leave=False, disable=True if rank else None) as bar:
+            for n, record in enumerate(itertools.chain(list(records), answers(model, tokenizer, todo, mode, threshold, args)), 1):
+                if "correct" not in record:
+                    record |= {"rank": rank, **args.score(mine[record["id"]], record["completion"], args)}
+                    records.append(record)
+                    if args.samples:  # subtle: one write, to the end of the file, so that no process cuts another's line in two
+                        with open(args.samples, "ab", buffering=0) as file:
+                            file.write(json.dumps(record).encode() + b"\n")
+                right, tokens, passes = right + (record["correct"] or 0), tokens + sum(record["steps"]), passes + len(record["steps"])
                 bar.update()
+                bar.set_postfix_str(f"{right / n:.1%} right, {tokens / passes:.2f} tokens/pass", refresh=False)
         if world > 1:
-            parts = [None] * world
-            dist.all_gather_object(parts, records)
+            dist.all_gather_object(parts := [None] * world, records)
             records = list(itertools.chain(*parts))
         row = summary(records, args, baseline)
         baseline = row["tokens_per_second"] if mode == "hf" else baseline
