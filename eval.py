@@ -242,7 +242,8 @@ def score_function(problem: dict, completion: str, args) -> dict:
 RUN_CODE = (
     "run the programs that the model wrote. Each runs in a process of its own, as a user without rights, with limits on time, memory, "
     "files and processes, without your environment, home folders or (where the system allows it) network. This holds off accidents, "
-    "not an attack: it can read what any user can read, and is as safe as your kernel. In doubt, use a virtual machine"
+    "not an attack: a program can read what any user can read, can fool its own test, and is held by your kernel alone. In doubt, "
+    "use a virtual machine"
 )
 SECONDS = 10  # for one program, wall clock
 
@@ -576,7 +577,8 @@ def main(argv: list[str] | None = None) -> None:
             add("--data", help="FILE.jsonl, FILE.jsonl.gz or a hub id NAME[:CONFIG] (default: the data set on the hub)")
         if task == "humaneval":
             add("--run-code", action="store_true", help=RUN_CODE)
-        add("--limit", type=mars.positive, default=1000 if task == "toy" else None, help="first N problems only (default: %(default)s)")
+        add("--limit", type=mars.positive, default=1000 if task == "toy" else None, metavar="N",
+            help=f"first N problems only (default: {'1000' if task == 'toy' else 'all'})")  # fmt: skip
         add("--thresholds", type=mars.numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8,0.7,0.6,0.5; a plain checkpoint: 1.0)")
         add("--batch-size", type=mars.positive, default=32 if task == "toy" else 8, help="rows in a batch (default %(default)s)")
         add("--baseline", action="store_true", help="also run the model's own Hugging Face generate, for the speedup")

@@ -987,12 +987,12 @@ def train_command(args) -> None:
 
 def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
     """The reports of `train`, averaged over `every` steps and for the first by itself: what a log line holds."""
-    sums, start = {}, time.perf_counter()
+    parts, start = [], time.perf_counter()
     for report in reports:
-        sums = {name: value + sums.get(name, 0) for name, value in report.items()}
+        parts.append(report)
         if report["step"] % every and report["step"] not in (1, steps):
             continue
-        nll, hits, count = (sums[name].tolist() for name in ("nll", "hits", "count"))
+        nll, hits, count = (sum(part[name] for part in parts).tolist() for name in ("nll", "hits", "count"))
         yield {
             "step": report["step"],
             "ar_loss": nll[0] / count[0],
@@ -1002,7 +1002,7 @@ def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]
             "lr": report["lr"],
             "grad_norm": float(report["grad_norm"]),
         }
-        sums, start = {}, time.perf_counter()
+        parts, start = [], time.perf_counter()
 
 
 SHADES = ("48;5;24", "48;5;22", "48;5;53")  # backgrounds of successive passes: blue, green, purple
