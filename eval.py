@@ -517,6 +517,7 @@ def plot(rows: list[dict], file: str, title: str) -> None:
         for row, at in zip(points, zip(xs, ys)):
             axes.annotate("" if row["mode"] == "hf" else f"{row['threshold']:g}", at, (4, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel={"speedup": "speedup over Hugging Face generate"}.get(x, "tokens per forward pass"), ylabel="accuracy, %", title=title)
+    axes.margins(0.08)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=150)
@@ -557,7 +558,7 @@ def evaluate(args) -> None:
             raise
         mars.write_results(args, model, rows)
         if args.plot:
-            plot(rows, args.plot, f"{args.task}, {len(problems)} problems, {Path(args.model).name}")
+            plot(rows, args.plot, f"{args.task}, {len(problems)} problems, {args.model}")
     if world > 1:
         dist.destroy_process_group()
 
