@@ -317,9 +317,9 @@ def sandbox() -> None:
     def run():
         """Give up every right, then run the program in this process."""
         os.setsid()
-        for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
-            os.dup2(source, target)
-        os.closerange(3, 256)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.closerange(3, 256)  # standard input has been read to its end
         if namespaces:
             narrow()
         os.chdir(own := folder or tempfile.mkdtemp())

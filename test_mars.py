@@ -556,7 +556,7 @@ ANSWERS = {
     "a helper in a later block": f"```\n{SHORT.replace('double', 'twice')}```\nwith\n```\ndef twice(x): return x + x\n```",
     "a constant": f"```\nTWO = 2\n{SHORT.replace('double(x)', 'x * TWO')}```", "a wrong version first": f"```\n{PROMPT}    pass\n```\nBetter:\n```\n{SHORT}```",
     "a version cut short last": f"```\n{SHORT}```\nOr:\n```\ndef first(xs, default):\n    return 5\n    xs = [1,", "chat tokens": f"{SHORT}<|im_end|>\n<|im_start|>user",
-    "leading chat tokens": f"<|im_start|>assistant\n```\n{SHORT}```</s>", "trial runs": f"```\n{SHORT}\nn = int(input())\nm = first([n])\nprint(m)\nassert first([1]) == 1\n```",
+    "leading chat tokens": f"<|im_start|>assistant\n```\n{SHORT}```</s>", "trial runs": f"```\n{SHORT}\nn = int(input())\nk = n + 1\nm = first([n])\nprint(m)\nassert first([1]) == 1\n```",
     "a future import": f"```\nfrom __future__ import annotations\n{SHORT}```", "a shell block": f"```bash\npip install x\n```\n```python\n{SHORT}```",
     "a decorator": f"```\nimport functools\n@functools.wraps(double)\n{SHORT}```", "a main guard": f"{SHORT}\nif __name__ == '__main__':\n    print(first(input()))",
     "a lambda": "first = lambda xs, default=0: double(xs[0]) if xs else default", "a second signature": f"```python\n{WHOLE}\n{SHORT}```",
@@ -564,10 +564,12 @@ ANSWERS = {
 
 
 def held() -> None:
-    """Skip where the system cannot hold model-written code: there it is refused, with the reason."""
+    """Skip where the system cannot hold model-written code and it is refused: where there are no namespaces to be had."""
     try:
         evaluation.check_sandbox()
     except mars.MarsError as error:
+        if subprocess.run(["unshare", "--user", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode == 0:
+            raise
         pytest.skip(str(error))
 
 
