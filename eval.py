@@ -9,6 +9,7 @@ their answers are scored, the sandbox for model-written code, the run.
 """
 
 import ast
+import bisect
 import contextlib
 import datetime
 import importlib.util
@@ -17,8 +18,10 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import secrets
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -62,13 +65,25 @@ def passes_test(problem: dict, completion: str) -> bool:
     """Whether the function that `problem["prompt"]` and `completion` make passes its test.
 
     Model-written code is run here, so it is looked at first: what is not written in the toy's few words of Python fails
-    unread. One loop and two products bound its time and memory.
+    unread. Its time and memory are bounded: there is one loop, sums and products are of a variable and a small number, and
+    in a loop the variable is the loop's own, so that nothing grows from round to round.
     """
     try:
         tree = ast.parse(problem["prompt"] + completion)
         nodes = list(ast.walk(tree))
-        loops, products = (sum(isinstance(n, kind) for n in nodes) for kind in ((ast.For, ast.comprehension), ast.Mult))
-        if len(tree.body) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes) or loops > 1 or products > 2:
+        loops = [n for n in nodes if isinstance(n, (ast.For, ast.comprehension))]
+        own = {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+        stored = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+        sums = [n for n in nodes if isinstance(n, ast.BinOp)]
+        if len(tree.body) > 1 or len(loops) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes):
+            return False
+        if any(stored.count(name) > 1 for name in own) or sum(isinstance(n.op, ast.Mult) for n in sums) > 2:
+            return False
+        for n in sums:
+            small = isinstance(n.right, ast.Constant) and type(n.right.value) is int and n.right.value <= 100
+            if not (small and isinstance(n.left, ast.Name) and n.left.id in (own or {n.left.id})):
+                return False
+        if not all(isinstance(n.op, ast.Add) and isinstance(n.value, (ast.BinOp, ast.Constant)) for n in nodes if isinstance(n, ast.AugAssign)):
             return False
         scope = {"__builtins__": {}}
         exec(compile(tree, "completion", "exec"), scope)
@@ -99,20 +114,26 @@ NUMBER = rf"""
     (?P<minus> (?<![)\]}}]) -)? [$€£¥]? (?P<minus2>-)?   # -5, -$5 and $-5, but the 5 of 10-5
     (?: (?P<whole>[0-9]+)[ ](?=[0-9]+/[0-9]) )?      # the first 1 of 1 1/2
     (?P<number> {INTEGER}(?:\.[0-9]+)? | \.[0-9]+) (?!\.?[0-9])
-    (?: \s?/\s?(?P<divisor>{INTEGER}) (?!\.?[0-9]) )?
-    (?: \s?(?P<scale>thousand|million|billion)\b )?
+    (?: [ ]?/[ ]?(?P<divisor>{INTEGER}) (?!\.?[0-9]) )?
+    (?: [ ]?(?P<scale>thousand|million|billion)s?\b )?
 """
 RESULT = rf"""
-    (?:[^\n=]*=)*?                                   # of 9 * 2 = 18 the 18
-    (?: \W | \\[a-z]+ | \b(?:the|final|answer|is)\b )*?
-    {NUMBER} (?! \s?[*/+x×÷=^-]\s?[$(]*[0-9])        # but not the start of a sum
+    (?: [^\w\n\\] | \\[a-z]+ | \b(?:the|final|answer|is|about|approximately)\b ){{0,20}}? {NUMBER}
+    (?! [ ]?[*/+x×÷^-][ ]?[$(]*[0-9])                # but not the start of a sum
 """
-PATTERNS = [  # where the answer is, the clearest sign first; #### may also be a heading: "#### Step 2", "#### 1. Find the total"
+PATTERNS = [  # where the answer is, the clearest sign first; of 9 * 2 = 18 it is the 18
     re.compile(sign + what, re.VERBOSE | re.ASCII | re.IGNORECASE)
     for sign, what in (
-        (r"\#\#\#\#(?! \W*step | \W*[0-9]+[.)][ ]+[a-z])", RESULT), (r"\\boxed\s*\{", RESULT), (r"\b answer \b", RESULT), ("", NUMBER),
+        (  # but not a heading: "#### Step 2", "#### 1. Find the total"
+            r"""\#\#\#\#\s* (?! \W*(?: (?!answer|total|result|is\b)[a-z]+[ ][0-9] | [0-9]{1,2}(?:[.):]|[ ]-)[ ]+\S) )
+                (?:[^\n]*=)?""",
+            RESULT,
+        ),
+        (r"\\boxed\s*\{ (?:[^{}\n]*=)?", RESULT),
+        (r"\banswer\b (?:[ ](?!is\b)[a-z']+){0,6} [*_]*[ ]*(?:is\b|:|=) (?:(?:(?![.;,]\s)[^\n])*=)?", RESULT),
+        ("", NUMBER),
     )
-]  # fmt: skip
+]
 SCALES = {"": 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 
 
@@ -125,16 +146,15 @@ def extract_number(text: str) -> Fraction | None:
     text = text.translate({ord("−"): "-", ord("–"): "-", ord("⁄"): "/"})
     text = re.sub(r"(?<=[0-9])(?=\\[dt]?frac)", " ", text)
     text = re.sub(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1/\2", text)
-    text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,)(?=[0-9]{3})", ",", text)  # the thousands separators of LaTeX
+    text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,! ])(?=[0-9]{3})", ",", text)  # the thousands separators of LaTeX
     text = re.sub(r"\\([$%])", r"\1", text)
     found = next((matches[-1] for pattern in PATTERNS if (matches := list(pattern.finditer(text)))), None)
     if not found:
         return None
     part = {name: re.sub("[ ,]", "", value or "") for name, value in found.groupdict().items()}
-    try:
-        number = int(part["whole"] or 0) + Fraction(part["number"]) / Fraction(part["divisor"] or 1)
-    except (ZeroDivisionError, ValueError):  # ValueError: more digits than Python reads
-        return None
+    if len(found[0]) > 100 or not int(part["divisor"] or 1):
+        return None  # no answer has so many digits
+    number = int(part["whole"] or 0) + Fraction(part["number"]) / int(part["divisor"] or 1)
     return number * SCALES[part["scale"].lower()] * (-1 if part["minus"] or part["minus2"] else 1)
 
 
@@ -165,7 +185,7 @@ def humaneval_problems(args) -> list[dict]:
 
 
 SPECIAL = re.compile(r"<\|[^|<>\n]*\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]")  # chat tokens, written out
-FENCED = re.compile(r"(?:```|~~~)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|\Z)", re.DOTALL | re.MULTILINE)  # the last may be unclosed
+FENCED = re.compile(r"(?:^|(?<=[ :]))(?:```|~~~)[^\n`]*\n(.*?)(?:^[ \t]*(?:```|~~~)|\Z)", re.DOTALL | re.MULTILINE)  # the last may be unclosed
 UNFENCED = (r"^(?:def|class|async def|import|@|from\s+\S+\s+import)\b.*", r"^[ \t]+\S.*", r".*")  # where code may begin
 
 
@@ -180,20 +200,23 @@ def parsed(code: str) -> tuple[ast.Module, int]:
     return ast.Module([], []), 0
 
 
-def definitions(code: str, name: str, constants: bool = True) -> tuple[str, bool]:
+def definitions(code: str, name: str) -> tuple[str, bool]:
     """The lines of code that define things: imports, functions, classes, constants; and whether they define `name`.
 
     What a model writes around them (calls, prints, asserts of its own, input()) is a trial run and may go wrong.
     """
-    keep, trial, found = set(), {name, "input"}, False
+    keep, trial, found = set(), {name, "input", "open"}, False
     for node in parsed(code)[0].body:
         names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            bound = {getattr(node, "name", None)}
+        imports = [node] if not isinstance(node, ast.Try) else node.body
+        if all(isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__" for n in imports):
+            bound = set()
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound = {node.name}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
-            if name not in bound and (not constants or trial & {n.id for n in names}):
-                trial |= bound  # what is computed from it is a trial run as well
+            if name not in bound and trial & {n.id for n in names}:
+                trial |= bound  # so is what is computed from it
                 continue
         else:
             continue
@@ -211,13 +234,13 @@ def extract_code(completion: str, prompt: str, name: str) -> str:
     """
     text = next((part for part in SPECIAL.split(completion) if part.strip()), "")
     blocks = [textwrap.dedent(block) for block in FENCED.findall(text)]
-    outside = text.partition("```")[0]
+    outside = FENCED.sub("", text).partition("```")[0]
     guesses = [match[0] for start in UNFENCED if (match := re.search(start, outside, re.DOTALL | re.MULTILINE))]
     for codes in (blocks, guesses[:1]):
         whole = [i for i, code in enumerate(codes) if definitions(code, name)[1]]
         if whole:  # of several versions, the last that is complete
             best = max(whole, key=lambda i: (parsed(codes[i])[1] == codes[i].count("\n") + 1, i))
-            helpers = [definitions(code, name, constants=False)[0] for i, code in enumerate(codes) if i != best]
+            helpers = [definitions(code, name)[0] for i, code in enumerate(codes) if i != best]
             return "\n".join(filter(None, [*helpers, definitions(codes[best], name)[0]]))
     # No definition, so it is the body; its first line may have lost its indentation.
     bodies = [body for code in blocks + guesses for body in (textwrap.indent(textwrap.dedent(code), "    "), "    " + code.lstrip())]
@@ -230,8 +253,8 @@ def score_function(problem: dict, completion: str, args) -> dict:
     code = extract_code(completion, prompt, name)
     if not args.run_code:
         return {"extracted": code, "correct": None, "error": "not run"}
-    future = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # stands first in a program, or nowhere
-    error = run_program(f"{''.join(future.findall(code))}{prompt}\n{future.sub('', code)}\n{problem['test']}\ncheck({name})\n")
+    future = "from __future__ import annotations\n" if "from __future__" in completion else ""  # first in a program, or nowhere
+    error = run_program(f"{future}{prompt}\n{code}\n{problem['test']}\ncheck({name})\n")
     return {"extracted": code, "correct": error is None, "error": error}
 
 
@@ -241,7 +264,7 @@ def score_function(problem: dict, completion: str, args) -> dict:
 
 RUN_CODE = (
     "run the programs that the model wrote. Each runs in a process of its own, as a user without rights, with limits on time, memory, "
-    "files and processes, without your environment, home folders or (where the system allows it) network. This holds off accidents, "
+    "files and processes, without your environment and, where the system allows it, without network and home folders. This holds off accidents, "
     "not an attack: a program can read what any user can read, can fool its own test, and is held by your kernel alone. In doubt, "
     "use a virtual machine"
 )
@@ -295,10 +318,10 @@ def sandbox() -> None:
         if getattr(libc, name)(*values) < 0:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
-    def read_only(path, yes):
-        """mount_setattr(2), number 442 everywhere: of all that is mounted at `path` and below it."""
+    def read_only(path, yes, recursive):
+        """mount_setattr(2), number 442 everywhere: of what is mounted at `path`, and below it if recursive."""
         attributes = (ctypes.c_uint64 * 4)(yes, not yes, 0, 0)  # MOUNT_ATTR_RDONLY, to set and to clear
-        call("syscall", 442, -100, path, 0x8000, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
+        call("syscall", 442, -100, path, 0x8000 * recursive, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
 
     def narrow():
         """The program's own view of the file system: home folders are empty, and only /tmp, which is too, can be written to."""
@@ -311,8 +334,8 @@ def sandbox() -> None:
                 os.makedirs(path)
                 call("mount", f"/proc/self/fd/{handle}", path, None, BIND | REC, None)
         call("mount", "proc", "/proc", "proc", 0, None)
-        read_only("/", True)
-        read_only("/tmp", False)
+        read_only("/", True, recursive=True)
+        read_only("/tmp", False, recursive=False)
 
     def run():
         """Give up every right, then run the program in this process."""
@@ -336,7 +359,8 @@ def sandbox() -> None:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
         try:
             exec(compile(job["source"], "program", "exec"), {"__name__": "__main__"})
-            sys.stdout.flush()
+            with contextlib.suppress(Exception):  # the program may have closed it
+                sys.stdout.flush()
             os.write(1, job["secret"].encode())
         except BaseException as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "program"]
@@ -383,12 +407,13 @@ def sandbox() -> None:
         while os.wait():  # until nothing is left
             pass
     if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(RecursionError):
+            shutil.rmtree(folder, ignore_errors=True)
+    if not in_time:
+        return print(f"took longer than {job['seconds']} s")
     printed = os.pread(output, 2**20, 0)
     print("printed more than 1 MB" if len(printed) == 2**20 else printed.decode(errors="replace"))
-    if not in_time:
-        print(f"took longer than {job['seconds']} s")
-    elif os.WIFSIGNALED(status):
+    if os.WIFSIGNALED(status):
         print(f"ended by signal {os.WTERMSIG(status)}")
 
 
@@ -415,11 +440,14 @@ def summary(records: list[dict], args, baseline: float | None) -> dict:
 
 
 def saved(path: Path) -> list[dict]:
-    """The lines of a samples file; one that was cut short, when its run was, is left out."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, TypeError):
+    """The lines of a samples file. Its last may be cut short, when the run was; any other file is refused."""
+    records, lines = [], path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
             records.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            if number < len(lines) or not line.startswith(b'{"task": '):
+                raise mars.MarsError(f"{path}, line {number} is not of a samples file: name another file") from None
     return records
 
 
@@ -463,7 +491,8 @@ def answers(model, tokenizer, problems: list[dict], mode: str, threshold: float 
         parts = range(0, len(prompts), size)
         outs = ((i + j, out) for i in parts for j, out in enumerate(mars.hf_generate(model, prompts[i : i + size], longest, size)))
     else:
-        outs = mars.finished(model, prompts, longest, threshold, metric=args.metric, batch_size=size)
+        rule = {"lossless": True} if mode == "lossless" else {"threshold": threshold, "metric": args.metric}
+        outs = mars.finished(model, prompts, longest, batch_size=size, **rule)
     start = time.perf_counter()
     for index, out in outs:
         yield {
@@ -478,17 +507,18 @@ def sweep(model, tokenizer, problems: list[dict], done: dict[tuple, dict], rank:
     """Answer the problems in every mode and at every threshold, and score the answers; yields a line of the table for each."""
     ar, baseline, mine = mars.METRICS[args.metric][0], None, {problem["id"]: problem for problem in problems[rank::world]}
     modes = [("hf", None)] * args.baseline + [("ar" if t == ar else "mars", t) for t in dict.fromkeys(args.thresholds)]
+    modes += [("lossless", None)] * args.lossless
     for mode, threshold in modes:
         records = [done[mode, threshold, name] for name in mine if (mode, threshold, name) in done]
         todo = [problem for name, problem in mine.items() if (mode, threshold, name) not in done]
-        title, right, tokens, passes = "Hugging Face" if mode == "hf" else f"τ = {threshold}", 0, 0, 0
+        title, right, tokens, passes = f"τ = {threshold}" if threshold is not None else mode, 0, 0, 0
         with tqdm(total=len(mine), desc=title, leave=False, disable=True if rank else None) as bar:
             for n, record in enumerate(itertools.chain(list(records), answers(model, tokenizer, todo, mode, threshold, args)), 1):
                 if "correct" not in record:
                     record |= {"rank": rank, **args.score(mine[record["id"]], record["completion"], args)}
                     records.append(record)
-                    if args.samples:  # subtle: one write, to the end of the file, so that no process cuts another's line in two
-                        with open(args.samples, "ab", buffering=0) as file:
+                    if args.samples:  # subtle: one line at a time, to the end of the file, so that no process cuts another's in two
+                        with open(args.samples, "ab") as file:
                             file.write(json.dumps(record).encode() + b"\n")
                 right, tokens, passes = right + (record["correct"] or 0), tokens + sum(record["steps"]), passes + len(record["steps"])
                 bar.update()
@@ -535,17 +565,22 @@ def evaluate(args) -> None:
     problems = args.problems(args)
     if args.task == "humaneval" and not (args.run_code or args.samples):
         raise mars.MarsError("without --run-code (see --help) nothing is scored: add it, or keep the programs with --samples FILE")
+    if args.task == "humaneval" and args.plot and not args.run_code:
+        raise mars.MarsError("--plot needs verdicts: add --run-code (see --help)")
     if args.task == "humaneval" and args.run_code:
         check_sandbox()
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
+    args.dtype = str(mars.pick(args.device or gpu, args.dtype)[1]).removeprefix("torch.")  # as it goes into the samples
     if world > 1:  # under torchrun; ranks meet once for each line of the table, and may be far apart
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=2))
     done = resume(args, problems, rank)
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     model, tokenizer = mars.load(args.model, args.device or gpu, args.dtype, need_template=True)
     drafts = mars.trained_block_size(model) > 1
     args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if drafts else 1]
     for threshold in args.thresholds:
         mars.bounds_for(threshold, args.metric, drafts)  # complain before the work begins
+    if args.lossless and not drafts:
+        raise mars.MarsError(f"{args.model} was not trained with masks: it has no drafts for --lossless")
     rows = sweep(model, tokenizer, problems, done, rank, world, args)
     if rank:
         list(rows)
@@ -563,9 +598,76 @@ def evaluate(args) -> None:
         dist.destroy_process_group()
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Load: the knob in the hands of a server
+# ---------------------------------------------------------------------------------------------------------------------
+
+POLICIES = ("fixed-1.0", "fixed-0.9", "lossless", "adaptive")
+
+
+def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) -> tuple[list[float], list[list[int]], float | None]:
+    """Answer request i, which arrives at second due[i], in a continuous batch; (latencies in seconds, tokens, mean threshold).
+
+    Adaptive: 1 while nobody waits, 0.95 when one request does, 0.9 when more do; asked before every pass.
+    """
+    start, admitted, thresholds = time.perf_counter(), 0, []
+    latencies, outs = [0.0] * len(due), [[] for _ in due]
+
+    def arrivals() -> Iterator[list[int] | None]:
+        nonlocal admitted
+        for prompt, second in zip(prompts, due):
+            while time.perf_counter() - start < second:
+                yield None
+            admitted += 1
+            yield prompt
+
+    def threshold() -> float:
+        waiting = bisect.bisect(due, time.perf_counter() - start) - admitted
+        thresholds.append(1 - 0.05 * min(waiting, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
+        return thresholds[-1]
+
+    rule = {"lossless": True} if policy == "lossless" else {"threshold": threshold}
+    for index, tokens in mars.stream(model, arrivals(), args.max_new_tokens, batch_size=args.batch_size, **rule):
+        outs[index] += tokens
+        latencies[index] = time.perf_counter() - start - due[index]
+    return latencies, outs, statistics.fmean(thresholds) if thresholds else None
+
+
+def load(args) -> None:
+    """Requests arrive at random, up to more than AR decoding can answer: what does each policy do about it?"""
+    model, tokenizer = mars.load(args.model, args.device, args.dtype)
+    problems = toy_problems(args)
+    prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        mars.generate(model, prompts, args.max_new_tokens, 1.0, batch_size=args.batch_size)
+        seconds.append(time.perf_counter() - start)
+    capacity = len(prompts) / statistics.median(seconds)
+    serve(model, prompts, [0.0] * len(prompts), "lossless", args)  # measures what a pass costs
+    print(f"{len(prompts)} requests, batches of at most {args.batch_size}; AR decoding answers {capacity:.1f} a second\n{mars.hardware(model)}")
+
+    def results() -> Iterator[dict]:
+        for rate in args.rates:
+            rng = random.Random(args.seed)
+            due = list(itertools.accumulate(rng.expovariate(rate * capacity) for _ in prompts))  # a Poisson process
+            for policy in POLICIES:
+                latencies, outs, threshold = serve(model, prompts, due, policy, args)
+                texts = tokenizer.batch_decode(outs, skip_special_tokens=True)
+                right = [score_toy(problem, text, args)["correct"] for problem, text in zip(problems, texts)]
+                cuts = statistics.quantiles(latencies, n=20, method="inclusive")
+                yield {
+                    "rate": rate * capacity, "load": rate, "policy": policy, "throughput": len(due) / max(map(sum, zip(due, latencies))),
+                    "latency_p50": cuts[9], "latency_p95": cuts[18], "mean_threshold": threshold, "accuracy": sum(right) / len(right),
+                }  # fmt: skip
+
+    rows = mars.print_table(results(), "policy load rate throughput latency_p50 latency_p95 mean_threshold accuracy")
+    mars.write_results(args, model, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = mars.Parser(description=__doc__.split("\n")[0], epilog="https://arxiv.org/abs/2604.07023")
-    tasks = parser.add_subparsers(required=True, metavar="toy|gsm8k|humaneval", dest="task")
+    tasks = parser.add_subparsers(required=True, metavar="toy|gsm8k|humaneval|load", dest="task")
     for task, summary, problems, score in (
         ("toy", "held-out problems of the toy world", toy_problems, score_toy),
         ("gsm8k", "grade-school word problems", gsm8k_problems, score_number),
@@ -582,11 +684,19 @@ def main(argv: list[str] | None = None) -> None:
             help=f"first N problems only (default: {'1000' if task == 'toy' else 'all'})")  # fmt: skip
         add("--thresholds", type=mars.numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8,0.7,0.6,0.5; a plain checkpoint: 1.0)")
         add("--batch-size", type=mars.positive, default=32 if task == "toy" else 8, help="rows in a batch (default %(default)s)")
+        add("--lossless", action="store_true", help="also decode by verified drafts, whose output is that of AR decoding")
         add("--baseline", action="store_true", help="also run the model's own Hugging Face generate, for the speedup")
         add("--samples", metavar="FILE", help="write a JSON line for every answer: prompt, completion, verdict")
         add("--resume", action="store_true", help="go on with the --samples file of an interrupted run")
         add("--plot", metavar="FILE.png", help="draw accuracy against speed (needs matplotlib)")
         mars.add_model_options(t)
+    t = tasks.add_parser("load", help="the toy problems as requests that arrive at random")
+    t.set_defaults(run=load)
+    t.add_argument("--rates", type=mars.numbers(float), default="0.5,1.0,1.25", help="in units of AR's capacity (default %(default)s)")
+    t.add_argument("--limit", type=mars.positive, default=400, metavar="N", help="requests (default %(default)s)")
+    t.add_argument("--batch-size", type=mars.positive, default=8, help="most rows in a batch (default %(default)s)")
+    t.add_argument("--seed", type=int, default=0, help="of the arrivals (default %(default)s)")
+    mars.add_model_options(t)
     mars.run(parser, argv)
 
 

@@ -19,6 +19,7 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
 """
 
 import argparse
+import bisect
 import functools
 import gzip
 import itertools
@@ -578,28 +579,53 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
 # prediction costs nothing, rows need no padding, and every row moves on at its own pace.
 
 
+@functools.lru_cache(1024)
+def columns(back: int, drafts: int, masks: int) -> torch.Tensor:
+    """What a pass reads of each row, [4, Q], in slots and positions counted from the row's end: the slot of each column, its
+    position, the last slot of text that it sees, and the first slot of its own group of masks, which it sees up to itself.
+
+    The last two of back = 2 tokens (t), drafts = 1 (d) and masks = 2 in each of two groups (M after t, m after d):
+
+        column      t   t   d   M   M   m   m
+        slot       -2  -1   0   1   2   3   4
+        position   -2  -1   0   0   1   1   2       the first M stands where d stands, and knows nothing of it
+        text       -2  -1   0  -1  -1   0   0
+        group                   1   1   3   3
+    """
+    text, after = torch.arange(-back, drafts), torch.arange(-1, drafts).repeat_interleave(masks)  # [back + drafts], [masks of all groups]
+    number = torch.arange(len(after)) % max(masks, 1)
+    slot = torch.arange(-back, drafts + len(after))
+    own = slot[len(text) :]
+    return torch.stack([slot, torch.cat([text, after + 1 + number]), torch.cat([text, after]), torch.cat([text, own - number])])
+
+
 class SlotCache:
     """Keys and values, [lines, S, heads, head_dim] for each layer: handed to the model as its cache."""
 
-    def __init__(self, lines: int):
-        self.lines, self.size, self.layers = lines, 0, []
+    def __init__(self, lines: int, window: int):
+        self.lines, self.window, self.size, self.layers = lines, window, 0, []
 
-    def aim(self, first: int, lengths: list[int], back: int, ahead: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Point the next pass at lines first … first + N-1: at the last `back` tokens of rows of these `lengths` [N] and
-        at `ahead` masks after them. A row shorter than `back` is padded in front; padding goes to the spare slot S-1.
+    def aim(self, first: int, lengths: list[int], back: int, drafts: int, masks: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Point the next pass at lines first … first + N-1: at the last `back` tokens of rows of these `lengths` [N], at
+        the drafts that follow, and at a group of masks for the last token and for every draft, which continues from it.
 
-        Returns the positions [N, Q], Q = back + ahead, negative for padding, and who sees which slot [N, 1, Q, W].
+        A row shorter than `back` is padded in front; padding goes to the spare slot S-1. Returns the positions [N, Q], and who
+        sees which slot [N, 1, Q, W].
         """
-        N, self.width = len(lengths), max(lengths) + ahead  # W slots are visible to someone
+        slot, place, context, group = columns(back, drafts, masks)  # [Q] each, counted from the end of a row
+        N, self.width = len(lengths), max(lengths) + int(slot[-1]) + 1  # W slots are visible to someone
         if self.width >= self.size:  # subtle: zeros, for a masked NaN would leak through 0 · NaN; slot S-1 stays spare
             self.size = self.width * 3 // 2 + 64
             self.layers = [[F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1])) for x in layer] for layer in self.layers]
-        positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(-back, ahead, device=device)
-        slots = torch.where(positions < 0, self.size - 1, positions)
+        slot, place, context, group = (torch.tensor(lengths)[:, None] + torch.stack([slot, place, context, group])[:, None]).to(device)
         self.rows = slice(first, first + N)
-        self.target = (slots + self.size * torch.arange(first, first + N, device=device)[:, None]).flatten()  # [N · Q]
-        seen = torch.arange(self.width, device=device) <= positions.clamp(min=0)[..., None]
-        return positions, seen[:, None]
+        lines = self.size * torch.arange(first, first + N, device=device)[:, None]
+        self.target = (lines + slot.where(slot >= 0, self.size - 1)).flatten()  # [N · Q]
+        slots = torch.arange(self.width, device=device)  # [W]
+        seen = slots <= context.clamp(min=0)[..., None]
+        if masks:
+            seen |= (slots >= group[..., None]) & (slots <= slot[..., None])
+        return place.clamp(0, self.window - 1), seen[:, None]  # subtle: the last masks may reach beyond the window
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by each attention layer: writes keys and values [N, heads, Q, dim], returns all [N, heads, W, dim]."""
@@ -637,18 +663,97 @@ class Row:
     tokens: list[int]  # the prompt and everything committed since
     unread: int  # how many of the last tokens are not in the cache yet
     limit: int  # the length at which it ends
+    drafts: list[int] = field(default_factory=list)  # lossless: what may come next, to be verified
     done: bool = False
 
 
+def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor, seen: torch.Tensor, ahead: int) -> torch.Tensor:
+    """A forward pass over ids [N, Q], as `cache.aim` has set it up: logits of the last `ahead` columns, float32 [N, ahead, V]."""
+    if model.device.type == "cpu":  # transformers copies the keys and values of grouped queries, for kernels that need it; these do not
+        os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
+    try:
+        return model(
+            input_ids=torch.tensor(ids, device=model.device), position_ids=positions, attention_mask=for_attention(seen, model),
+            cache=cache, use_cache=True, logits_to_keep=ahead,
+        ).logits.float()  # fmt: skip
+    finally:
+        os.environ.pop("TRANSFORMERS_SDPA_FORCE_GQA", None)
+
+
 @torch.inference_mode()
-def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]], metric: str, temperature: float,
+def pass_costs(model, rows: int, widths: Iterable[int], repeats: int = 3, context: int = 64) -> dict[int, float]:
+    """Seconds of a forward pass that reads so many tokens of each row, with `context` tokens in the cache: medians, in turns."""
+    cache, runs = SlotCache(rows, window(model)), {width: [] for width in widths}
+    for repeat in range(1 + repeats):
+        for width, seconds in runs.items():
+            positions, seen = cache.aim(0, [context + width] * rows, width, 0, 0, model.device)
+            start = time.perf_counter()
+            read(model, cache, [[0] * width] * rows, positions, seen, width).argmax(-1).tolist()
+            seconds.append(time.perf_counter() - start)
+    return {width: statistics.median(seconds[1:]) for width, seconds in runs.items()}
+
+
+class Pace:
+    """How many drafts pay for their width in lossless decoding.
+
+    With K drafts at hand and K to be made, a pass reads (1 + K)² tokens of a row: the last one, K drafts, and 1 + K groups of
+    K masks. Or passes take turns: one reads the last token and K masks, the next verifies the K drafts, 1 + K tokens each. A
+    pass that verifies commits 1 + P(1st accepted) + P(1st and 2nd accepted) + … tokens, which is counted as decoding goes;
+    what a pass costs by its width is measured once for a model. K = 0 is AR decoding.
+    """
+
+    def __init__(self, model, most: int):
+        self.costs, self.most = costs_by_width(model), most
+        self.tried, self.kept = [4.0] * most, [4.0] * most  # drafts are thought good until they have been tried
+
+    def plans(self, rows: int) -> Iterator[tuple[float, int, bool]]:
+        """(tokens per second, K, whether passes take turns) of everything there is to choose from."""
+        tokens, all_accepted = 1.0, 1.0
+        for K in range(self.most + 1):
+            yield rows * tokens / interpolate(self.costs, rows * (1 + K) ** 2), K, False
+            yield rows * (1 + tokens) / 2 / interpolate(self.costs, rows * (1 + K)), K, True
+            if K < self.most:
+                all_accepted *= self.kept[K] / self.tried[K]
+                tokens += all_accepted
+
+    def masks(self, rows: int, drafts: int) -> int:
+        """How many masks to read for each group, with so many drafts at hand."""
+        _, K, turns = max(self.plans(rows))
+        return 0 if turns and drafts else K
+
+    def learn(self, drafts: int, accepted: int) -> None:
+        for i in range(self.most):
+            if i < min(drafts, accepted + 1):
+                self.tried[i] += 1
+                self.kept[i] += i < accepted
+            else:  # what is not tried slowly regains its credit, and is tried again
+                self.kept[i] = min(self.kept[i] + 0.02, self.tried[i])
+
+
+@functools.lru_cache(1)
+def costs_by_width(model) -> dict[int, float]:
+    return pass_costs(model, 1, (1, 2, 4, 8, 16, 32, 64))
+
+
+def interpolate(table: dict[int, float], x: float) -> float:
+    """Piecewise linear, and on beyond the ends."""
+    points = sorted(table.items())
+    i = min(max(bisect.bisect_left(points, (x,)), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1 : i + 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@torch.inference_mode()
+def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]] | None, metric: str, temperature: float,
            seed: int, batch_size: int, block_size: int, mask_id: int) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` has no more sequences to give.
 
     `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is AR decoding.
+    Without it decoding is lossless: predictions of masks are drafts, which the next pass verifies.
     """
     ends, suppressed = end_tokens(model), model.generation_config.suppress_tokens or []
-    cache, live, waiting = SlotCache(batch_size), [], True
+    cache, live, waiting = SlotCache(batch_size, window(model)), [], True
+    pace = None if bounds else Pace(model, block_size - 1)
     while live or waiting:
         # 1. Admit. The row at live[i] owns line i of the cache; a finished row's place is taken at once.
         while waiting and len(live) < batch_size and (row := next(rows, END)):
@@ -664,32 +769,34 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         new = sum(row.unread == len(row.tokens) for row in live)
         first = len(live) - new if new else 0
         batch = live[first:]
-        bound = bounds([row.request for row in batch])
+        bound = bounds([row.request for row in batch]) if bounds else [0.0]
         masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: AR has no masks; softmax may round to 1.0
-        k = max(row.unread for row in batch)
-        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + [mask_id] * masks for row in batch]
-        positions, seen = cache.aim(first, [len(row.tokens) for row in batch], k, masks, model.device)
-        logits = model(
-            input_ids=torch.tensor(ids, device=model.device),
-            position_ids=positions.clamp(0, window(model) - 1),  # subtle: the last masks may reach beyond the window
-            attention_mask=for_attention(seen, model),
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1 + masks,
-        ).logits.float()  # [N, 1 + masks, V]
+        k, drafts = max(row.unread for row in batch), min(len(row.drafts) for row in batch)
+        masks = pace.masks(len(live), drafts) if pace else masks
+        ahead = 1 + drafts + masks * (1 + drafts)  # columns with a prediction
+        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + row.drafts[:drafts] + [mask_id] * masks * (1 + drafts) for row in batch]
+        positions, seen = cache.aim(first, [len(row.tokens) for row in batch], k, drafts, masks, model.device)
+        logits = read(model, cache, ids, positions, seen, ahead)  # [N, ahead, V]
         # 3. Propose: column 0 is the last token's prediction, as in any AR model, column j the j-th mask's.
         logits[..., suppressed] = -math.inf
         noise = 0.0
-        if temperature > 0:
+        if temperature > 0:  # subtle: one noise for a position, so a draft is drawn as it will be verified
             noise = temperature * gumbel(seed, [row.request for row in batch], positions[:, k - 1 :] + 1, logits.shape[-1])
-        proposals = (logits + noise).argmax(-1)  # [N, 1 + masks]
-        # 4. Accept: the first always, then from left to right for as long as the model is sure.
-        sure = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=model.device)[:, None]  # [N, masks]
-        accepted = 1 + sure.long().cumprod(1).sum(1, keepdim=True)  # [N, 1]
+        proposals = (logits + noise).argmax(-1)  # [N, ahead]
+        # 4. Accept: the first always, then from left to right for as long as the model is sure, or agrees with the draft.
+        if bounds:
+            good = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=model.device)[:, None]  # [N, masks]
+        else:
+            good = proposals[:, :drafts] == torch.tensor([row.drafts[:drafts] for row in batch], device=model.device)
+        accepted = 1 + good.long().cumprod(1).sum(1, keepdim=True)  # [N, 1]
         # 5. Commit. The one transfer from the device in a pass.
         for row, (*proposal, count) in zip(batch, torch.cat([proposals, accepted], 1).tolist()):
             tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
             row.tokens, row.unread = row.tokens + tokens, len(tokens)
+            if not bounds:  # accepted drafts are in the cache already; the group that continues from the last drafts anew
+                pace.learn(drafts, count - 1)
+                row.unread, group = 1, 1 + drafts + masks * (count - 1)
+                row.drafts = proposal[group : group + masks]
             row.done = tokens[-1] in ends or len(row.tokens) == row.limit
             yield row.request, tokens
         for line in reversed(range(len(live))):
@@ -761,13 +868,15 @@ def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[lis
     return lambda requests: [one] * len(requests)
 
 
-def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold = 0.95,
-           metric: str = "probability", temperature: float = 0.0, seed: int = 0, batch_size: int = 8,
+def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold | None = None,
+           lossless: bool = False, metric: str = "probability", temperature: float = 0.0, seed: int = 0, batch_size: int = 8,
            block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """Decode prompts (token ids) in a continuous batch of at most `batch_size` rows; yields (index, new tokens) by pass.
 
     threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a function
-                without arguments that is asked before every pass. 1 is AR decoding, exactly.
+                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95.
+    lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR choice. The output
+                is that of AR decoding, token for token, also when it is sampled.
     metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy" in nats
                 (commit while at most τ ≥ 0, and 0 is AR)
     temperature 0 is greedy; else tokens are sampled with noise that depends on (seed, index, position) alone
@@ -789,7 +898,11 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     if not 0 <= temperature < math.inf:
         raise MarsError(f"temperature is {temperature}: it must be 0 (greedy) or more")
     check_supported(model)
-    bounds = bounds_for(threshold, metric, trained > 1)
+    if lossless and threshold is not None:
+        raise MarsError("lossless decoding has no threshold: give one or the other")
+    if lossless and trained == 1:
+        raise MarsError("this checkpoint was not trained with masks: it has no drafts for lossless decoding")
+    bounds = None if lossless else bounds_for(0.95 if threshold is None else threshold, metric, trained > 1)
 
     def row(request: int, prompt: list[int]) -> Row:
         if not 0 < len(prompt) < room:
@@ -809,20 +922,20 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     return decode(model, rows(), bounds, metric, temperature, seed, batch_size, block_size, mask_id)
 
 
-def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95,
+def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
              **options) -> Iterator[tuple[int, Output]]:  # fmt: skip
     """Decode all prompts; yields (index, Output) of each as soon as it is done. See `stream` for the options."""
-    outs, ends = [Output() for _ in prompts], end_tokens(model)
+    outs, ends, room = [Output() for _ in prompts], end_tokens(model), window(model)
     for index, tokens in stream(model, prompts, max_new_tokens, threshold, **options):
         out = outs[index]
         out.tokens += tokens
         out.steps.append(len(tokens))
         out.stop = "eos" if tokens[-1] in ends else "length"
-        if out.stop == "eos" or len(out.tokens) == min(max_new_tokens, window(model) - len(prompts[index])):
+        if out.stop == "eos" or len(out.tokens) == min(max_new_tokens, room - len(prompts[index])):
             yield index, out
 
 
-def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold = 0.95, **options) -> list[Output]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None, **options) -> list[Output]:
     """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
     outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
     return [outs[index] for index in range(len(prompts))]
@@ -862,16 +975,16 @@ def timed(model, work: Callable[[], list[Output]]) -> tuple[list[Output], float,
 
 
 def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: list[float], max_new_tokens: int,
-          repeats: int, metric: str = "probability") -> Iterator[dict]:  # fmt: skip
-    """Time Hugging Face `generate`, ours as AR, and ours at each threshold on the same prompts; yields a row for each.
+          repeats: int, metric: str = "probability", lossless: bool = False) -> Iterator[dict]:  # fmt: skip
+    """Time Hugging Face `generate`, ours as AR, at each threshold and lossless on the same prompts; yields a row for each.
 
     All modes take turns in every repeat, so that a noisy machine hurts all alike; figures are medians of the repeats,
-    after one run of each that is not counted.
+    after one run of each that is not counted. `limit` is what the speedup would be if a pass cost no more than AR's.
     """
     ar = METRICS[metric][0]
     for threshold in thresholds:
         bounds_for(threshold, metric, True)  # complain before the work begins
-    modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar]
+    modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar] + [("lossless", None)] * lossless
     for size in batch_sizes:
         runs = {mode: [] for mode in modes}
         for _ in tqdm(range(1 + repeats), desc=f"batch {size}", leave=False, disable=None):
@@ -879,24 +992,30 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
                 if name == "hf":
                     work = lambda: hf_generate(model, prompts, max_new_tokens, size)
                 else:
-                    work = lambda: generate(model, prompts, max_new_tokens, threshold, metric=metric, batch_size=size)
+                    options = {"lossless": True} if name == "lossless" else {"threshold": threshold, "metric": metric}
+                    work = lambda: generate(model, prompts, max_new_tokens, batch_size=size, **options)
                 runs[name, threshold].append(timed(model, work))
         baseline = runs["hf", None][0][0]
-        hf_rate = sum(len(out.tokens) for out in baseline) / statistics.median(s for _, s, _ in runs["hf", None][1:])
+        hf_rate, ar_rate = rate(runs["hf", None]), rate(runs["ar", ar])
         for (name, threshold), results in runs.items():
-            outs, _, passes = results[0]
-            seconds = statistics.median(seconds for _, seconds, _ in results[1:])
-            tokens = sum(len(out.tokens) for out in outs)
+            outs, _, passes = results[-1]
+            tokens, steps = sum(len(out.tokens) for out in outs), sum(len(out.steps) for out in outs)
             yield {
                 "mode": name, "threshold": threshold, "batch_size": size,
-                "tokens_per_forward": tokens / sum(len(out.steps) for out in outs),
-                "ms_per_forward": 1000 * seconds / passes,
-                "tokens_per_second": tokens / seconds,
-                "speedup": tokens / seconds / hf_rate,
+                "tokens_per_forward": tokens / steps,
+                "ms_per_forward": 1000 * tokens / rate(results) / passes,
+                "tokens_per_second": rate(results),
+                "speedup": rate(results) / hf_rate,
+                "limit": None if name == "hf" else tokens / steps * ar_rate / hf_rate,
                 "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
                 "new_tokens": sorted(len(out.tokens) for out in outs),
                 "accuracy": None, "n": len(prompts),
             }  # fmt: skip
+
+
+def rate(results: list[tuple[list[Output], float, int]]) -> float:
+    """Tokens per second of several runs, of which the first does not count."""
+    return sum(len(out.tokens) for out in results[-1][0]) / statistics.median(seconds for _, seconds, _ in results[1:])
 
 
 def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size: int, repeats: int) -> list[dict]:
@@ -1016,11 +1135,11 @@ def shade(text: str, step: int) -> str:
     return "\n".join(f"{on}{part}\x1b[0m" if part else "" for part in text.split("\n"))
 
 
-def answer(model, tokenizer, question: str, threshold: float, args) -> dict:
-    """Print the answer to one question as it is decoded, a shade for each pass, and what it took."""
+def answer(model, tokenizer, question: str, threshold: float | None, args) -> dict:
+    """Print the answer to one question as it is decoded, a shade for each pass, and what it took. No threshold: lossless."""
     prompt = chat_ids(tokenizer, [{"role": "user", "content": question}])
     out, shown, start = Output(), "", time.perf_counter()
-    options = dict(metric=args.metric, temperature=args.temperature, seed=args.seed, block_size=args.block_size)
+    options = dict(lossless=threshold is None, metric=args.metric, temperature=args.temperature, seed=args.seed, block_size=args.block_size)
     for _, tokens in stream(model, [prompt], args.max_new_tokens, threshold, **options):
         out.tokens, out.steps = out.tokens + tokens, out.steps + [len(tokens)]
         text = tokenizer.decode(out.tokens, skip_special_tokens=True).rstrip("\ufffd")  # half a character can wait
@@ -1029,7 +1148,7 @@ def answer(model, tokenizer, question: str, threshold: float, args) -> dict:
     seconds, n, passes = time.perf_counter() - start, len(out.tokens), len(out.steps)
     print(flush=True)
     figures = f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s"
-    print(f"{figures} (threshold {threshold})", file=sys.stderr)
+    print(f"{figures} ({'lossless' if threshold is None else f'threshold {threshold}'})", file=sys.stderr)
     out.stop = "eos" if out.tokens[-1] in end_tokens(model) else "length"
     return {"prompt": question, "text": shown, "threshold": threshold, "seconds": seconds, **vars(out)}
 
@@ -1037,7 +1156,9 @@ def answer(model, tokenizer, question: str, threshold: float, args) -> dict:
 def generate_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
     threshold = args.threshold
-    if threshold is None:  # a plain checkpoint is an AR model
+    if threshold is not None and args.lossless:
+        raise MarsError("lossless decoding has no threshold: give one or the other")
+    if threshold is None and not args.lossless:  # a plain checkpoint is an AR model
         threshold = METRICS[args.metric][trained_block_size(model) > 1]
     questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
     if "" in questions:
@@ -1045,13 +1166,15 @@ def generate_command(args) -> None:
     rows = [answer(model, tokenizer, question, threshold, args) for question in questions]
     if questions:
         return write_results(args, model, rows)
-    print("Each question stands alone. /threshold 0.8 turns the knob, /quit leaves.")
+    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless commits what AR decoding would say, /quit leaves.")
     while (line := read_line()) != "/quit":
         try:
             if line.startswith("/threshold"):
                 value = float(line.removeprefix("/threshold"))
                 bounds_for(value, args.metric, trained_block_size(model) > 1)
                 threshold = value
+            elif line == "/lossless":
+                threshold = None
             elif line:
                 answer(model, tokenizer, line, threshold, args)
         except ValueError as error:
@@ -1067,10 +1190,13 @@ def read_line() -> str:
 
 
 COLUMNS = {  # of a result table: title, format
-    "mode": ("mode", "<6"), "threshold": ("τ", "6"), "batch_size": ("batch", "5"), "tokens_per_forward": ("tokens/pass", "11.2f"),
+    "mode": ("mode", "<8"), "threshold": ("τ", "6"), "batch_size": ("batch", "5"), "tokens_per_forward": ("tokens/pass", "11.2f"),
     "ms_per_forward": ("ms/pass", "8.2f"), "tokens_per_second": ("tokens/s", "9,.0f"), "speedup": ("speedup", "7.2f"),
+    "limit": ("limit", "5.2f"), "width": ("width", "5"), "break_even": ("tokens to break even", "20.2f"),
     "step_ms": ("ms/step", "9.1f"), "peak_memory_mb": ("peak MB", "8,.0f"), "time_ratio": ("time ratio", "10.2f"),
     "memory_ratio": ("memory ratio", "12.2f"), "accuracy": ("accuracy", "8.1%"), "standard_error": ("± SE", "6.1%"),
+    "policy": ("policy", "<9"), "load": ("load", "5.2f"), "rate": ("asked/s", "8.1f"), "throughput": ("done/s", "7.1f"),
+    "latency_p50": ("p50 s", "7.3f"), "latency_p95": ("p95 s", "7.3f"), "mean_threshold": ("mean τ", "7.3f"),
 }  # fmt: skip
 
 
@@ -1093,17 +1219,18 @@ def hardware(model) -> str:
     return f"{name}, {torch.get_num_threads()} threads, {str(model.dtype).removeprefix('torch.')}, {versions}"
 
 
-def write_results(args, model, rows: list[dict]) -> None:
+def write_results(args, model, rows: list[dict], **more) -> None:
     """Write the rows of a run, with its settings and what it ran on, to --json FILE."""
     if args.json:
         settings = {name: value for name, value in vars(args).items() if not callable(value)}
-        Path(args.json).write_text(json.dumps({"rows": rows, "settings": settings, "hardware": hardware(model)}, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps({"rows": rows, **more, "settings": settings, "hardware": hardware(model)}, indent=1) + "\n")
 
 
 def bench_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
     rows = [row for row in load_rows(args.data, "train" if args.train else "test") if messages_of(row)][: args.limit]
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
+    passes = None
     if args.train:
         mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
         examples = [example for row in rows if (example := encode(tokenizer, row, args.max_length))]
@@ -1117,12 +1244,25 @@ def bench_command(args) -> None:
         lengths = sorted(map(len, prompts))
         print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, medians of --repeats {args.repeats}")
         thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained_block_size(model) > 1 else []
-        timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric)
-        results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup")
-        lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] == "ar")
-        print(f"answers of {lengths[0]}–{lengths[-1]} tokens (at most {args.max_new_tokens}); AR output is Hugging Face's, "
-              f"token for token, on {same} of {len(prompts)} prompts")  # fmt: skip
-    write_results(args, model, results)
+        lossless = args.lossless and bool(thresholds)
+        timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, lossless)
+        results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit")
+        lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
+        print(f"answers of {lengths[0]}–{lengths[-1]} tokens (at most {args.max_new_tokens}); AR{' and lossless' * lossless} output is "
+              f"Hugging Face's, token for token, on {same} of {len(prompts)} prompts")  # fmt: skip
+        if thresholds:
+            print("\nWhat a pass costs by the tokens that it reads of each row, and how many it must commit to be worth it:")
+            passes = print_table(widths(model, args.batch_sizes), "batch_size width ms_per_forward break_even")
+    write_results(args, model, results, passes=passes)
+
+
+def widths(model, batch_sizes: list[int]) -> Iterator[dict]:
+    """The cost of a pass of AR decoding, of the least and the most with masks, and of lossless decoding with all drafts."""
+    B = trained_block_size(model)
+    for rows in batch_sizes:
+        costs = pass_costs(model, rows, sorted({1, B, 2 * B - 1, B * B}))
+        for width, seconds in costs.items():
+            yield {"batch_size": rows, "width": width, "ms_per_forward": 1000 * seconds, "break_even": seconds / costs[1]}
 
 
 def positive(text: str) -> int:
@@ -1205,6 +1345,7 @@ def main(argv: list[str] | None = None) -> None:
     add = g.add_argument
     add("prompt", nargs="*", help="questions; without one, a chat on a terminal, or what is piped in")
     add("--threshold", type=float, help="commit a mask's prediction from this confidence on; 1 is AR (default 0.95)")
+    add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is that of AR decoding")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
     add("--block-size", type=int, help="decode with smaller blocks than were trained")
     add("--seed", type=int, default=0, help="of the sampling (default %(default)s)")
@@ -1215,6 +1356,7 @@ def main(argv: list[str] | None = None) -> None:
     add = b.add_argument
     add("--batch-sizes", type=numbers(positive), default="1,8", help="comma-separated (default %(default)s)")
     add("--thresholds", type=numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8, for probability)")
+    add("--lossless", action="store_true", help="also time lossless decoding")
     add("--data", default="toy", help="whose questions: toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default %(default)s)")
     add("--limit", type=positive, default=32, help="number of prompts (default %(default)s)")
     add("--repeats", type=positive, default=5, help="timed runs of each mode (default %(default)s)")

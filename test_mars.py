@@ -314,10 +314,10 @@ def test_the_three_metrics():
 
 def test_a_hand_worked_pass_over_the_cache():
     """The token at position p goes to slot p of its row's line, padding to the spare slot; position q sees the slots ≤ q."""
-    cache = mars.SlotCache(3)
-    positions, seen = cache.aim(1, [2, 5], back=3, ahead=1, device="cpu")  # lines 1 and 2; the first row is short of a token
+    cache = mars.SlotCache(3, 99)
+    positions, seen = cache.aim(1, [2, 5], back=3, drafts=0, masks=1, device="cpu")  # lines 1 and 2; the first row is short of a token
     S = cache.size
-    assert positions.tolist() == [[-1, 0, 1, 2], [2, 3, 4, 5]] and cache.width == 6 < S
+    assert positions.tolist() == [[0, 0, 1, 2], [2, 3, 4, 5]] and cache.width == 6 < S
     assert cache.target.tolist() == [S + S - 1, S, S + 1, S + 2, 2 * S + 2, 2 * S + 3, 2 * S + 4, 2 * S + 5]
     assert seen.sum(-1).tolist() == [[[1, 1, 2, 3]], [[3, 4, 5, 6]]] and seen[1, 0, 0].tolist() == [True] * 3 + [False] * 3
 
@@ -326,15 +326,123 @@ def test_stale_cache_slots_are_never_seen(monkeypatch):
     """Poison every slot that a pass does not write and that nothing has committed: the output stays the same."""
     aim = mars.SlotCache.aim
 
-    def poisoned(self, first, lengths, back, ahead, device):
+    def poisoned(self, first, lengths, back, *rest):
         for line, length in enumerate(lengths, first):
             for buffer in (b for layer in self.layers for b in layer):
                 buffer[line, max(length - back, 0) :] = 1e4
-        return aim(self, first, lengths, back, ahead, device)
+        return aim(self, first, lengths, back, *rest)
 
-    before = mars.generate(tiny(), prompts(6), 40, 0.3, batch_size=3)
+    rules = (dict(threshold=0.3), dict(lossless=True))
+    before = [mars.generate(drafter(), walks(6), 40, batch_size=3, **rule) for rule in rules]
     monkeypatch.setattr(mars.SlotCache, "aim", poisoned)
-    assert mars.generate(tiny(), prompts(6), 40, 0.3, batch_size=3) == before
+    assert [mars.generate(drafter(), walks(6), 40, batch_size=3, **rule) for rule in rules] == before
+
+
+@functools.cache
+def drafter(block_size=B):
+    """A tiny model that was trained with masks on random walks, so that many of its drafts are right and many are not."""
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**tiny().config.to_dict(), "initializer_range": 0.05}))
+    model.config.mars_block_size, model.generation_config = block_size, tiny().generation_config
+    data = [(walk[:3], walk[3:]) for walk in walks(400, 24)]
+    for _ in mars.train(model, data, block_size=block_size, mask_id=MASK, steps=150, batch_size=16, lr=1e-2):
+        pass
+    return model
+
+
+def walks(n, length=5, seed=0):
+    """Token sequences in which the next is a function of the last, or now and then anything."""
+    rng, all = random.Random(seed), []
+    for _ in range(n):
+        walk = [rng.randrange(2, MASK)]
+        while len(walk) < length:
+            walk.append(2 + (walk[-1] * 7 + 3) % (MASK - 2) if rng.random() < 0.9 else rng.randrange(2, MASK))
+        all.append(walk)
+    return all
+
+
+@pytest.fixture
+def paces(monkeypatch):
+    """Let the number of masks be drawn at random before every pass, so that no test depends on the machine's speed."""
+    rng = random.Random(0)
+    monkeypatch.setattr(mars.Pace, "__init__", lambda self, model, most: setattr(self, "most", most))
+    monkeypatch.setattr(mars.Pace, "masks", lambda self, rows, drafts: rng.randint(0, self.most))
+    monkeypatch.setattr(mars.Pace, "learn", lambda self, drafts, accepted: None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("block_size", [2, 4, 8])
+def test_lossless_output_is_that_of_ar_decoding(block_size, temperature, paces):
+    """Drafts are committed only where AR decoding chooses the same, greedy or sampled, in any batch, however many there are."""
+    model, texts = drafter(block_size), [walk[: 1 + i % 5] for i, walk in enumerate(walks(20, seed=1))]
+    options = dict(temperature=temperature, seed=5)
+    alone = mars.generate(model, texts, 30, 1.0, batch_size=1, **options)
+    for batch_size in (1, 4, 16):
+        outs = mars.generate(model, texts, 30, lossless=True, batch_size=batch_size, **options)
+        assert [out.tokens for out in outs] == [out.tokens for out in alone] and [out.stop for out in outs] == [out.stop for out in alone]
+        assert {n for out in outs for n in out.steps} >= set(range(1, min(block_size, 4) + 1)), "acceptance should vary"
+        assert all(sum(out.steps) == len(out.tokens) for out in outs)
+    for limit in range(1, 7):
+        cut = mars.generate(model, texts, limit, lossless=True, **options)
+        assert [out.tokens for out in cut] == [out.tokens[:limit] for out in alone]
+
+
+@pytest.mark.parametrize("rule", [dict(threshold=1.0), dict(lossless=True)])
+def test_sampling_has_the_exact_distribution(rule, paces):
+    """20,000 draws of three tokens against the model's own probabilities, jointly: chi-square at p = 0.001."""
+    model = tiny(vocab_size=6, initializer_range=0.15)
+    model.config.mars_mask_token_id, model.generation_config = 5, transformers.GenerationConfig(pad_token_id=0, suppress_tokens=[5])
+    prompt, n = [1, 2], 20_000
+    triples = torch.cartesian_prod(*[torch.arange(5)] * 3)  # [125, 3]
+    with torch.no_grad():
+        logits = model(torch.cat([torch.tensor(prompt).repeat(125, 1), triples], 1)).logits[:, 1:4, :5]
+    exact = n * logits.softmax(-1).gather(2, triples[..., None]).prod(1).flatten()  # [125]
+    outs = mars.generate(model, [prompt] * n, 3, temperature=1.0, batch_size=1000, **rule)
+    assert rule.get("threshold") or max(out.steps[1] for out in outs) > 1
+    drawn = torch.tensor([out.tokens for out in outs]) @ torch.tensor([25, 5, 1])
+    counts, rare = drawn.bincount(minlength=125), exact < 5
+    counts, exact = (torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (counts, exact))
+    assert len(counts) > 30
+    chi_square, df = ((counts - exact) ** 2 / exact.clamp(min=1e-9)).sum(), len(counts) - 1
+    assert chi_square < df * (1 - 2 / (9 * df) + 3.09 * (2 / (9 * df)) ** 0.5) ** 3  # Wilson and Hilferty
+
+
+def test_a_hand_worked_lossless_pass():
+    """One pass reads the last token, the drafts, and a group of masks for each, which sees its own draft and not the others."""
+    cache = mars.SlotCache(1, 99)
+    positions, seen = cache.aim(0, [4], back=1, drafts=1, masks=2, device="cpu")  # 3 | draft 4 | masks 4 5 after 3 | masks 5 6 after the draft
+    assert positions.tolist() == [[3, 4, 4, 5, 5, 6]] and cache.target.tolist() == [3, 4, 5, 6, 7, 8]
+    # slots                      0  1  2  3  4  5  6  7  8
+    assert seen[0, 0].int().tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 1, 0],
+        [1, 1, 1, 1, 1, 0, 0, 1, 1],
+    ]
+
+
+def test_drafts_are_read_where_they_pay(monkeypatch):
+    """Where width is free all drafts are made and verified at once; where it costs, passes take turns; where it costs more, none are."""
+
+    def best(costs, rows, learn=()):
+        monkeypatch.setattr(mars, "costs_by_width", lambda model: costs)
+        pace = mars.Pace(None, 3)
+        for drafts, accepted in learn:
+            pace.learn(drafts, accepted)
+        return max(pace.plans(rows))[1:]
+
+    assert best({1: 1.0, 64: 1.0}, 1) == (3, False) and best({1: 1.0, 4: 1.0, 16: 4.0}, 1) == (3, True)
+    assert best({1: 1.0, 64: 64.0}, 1)[0] == 0 and best({1: 1.0, 16: 1.0, 256: 256.0}, 16)[0] == 0
+    assert best({1: 1.0, 64: 1.6}, 1, [(3, 1)] * 999) == (1, False)  # the first is accepted, the second never
+    assert best({1: 1.0, 64: 1.6}, 1, [(3, 0)] * 999)[0] == 0
+    pace = mars.Pace(None, 3)
+    pace.learn(3, 1), pace.learn(2, 2), pace.learn(0, 0)
+    assert pace.tried == [6, 6, 4] and pace.kept == pytest.approx([6, 5.02, 4])
+    assert mars.interpolate({1: 1.0, 3: 2.0}, 2) == 1.5 and mars.interpolate({1: 1.0, 3: 2.0}, 5) == 3.0
+    monkeypatch.setattr(mars, "costs_by_width", lambda model: {1: 1.0, 4: 1.0, 16: 4.0})
+    assert [mars.Pace(None, 3).masks(1, drafts) for drafts in (0, 3)] == [3, 0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,7 +467,9 @@ def test_toy_code_that_is_more_than_toy_code_is_not_run():
     row = {"task": "code", "prompt": "def f(x):\n", "test": "assert f(1) == 1"}
     assert evaluation.passes_test(row, "    return x")
     for body in ("    return x\nf = 1", "    while x: x = 1\n    return x", "    import os\n    return x", "    return x.real", "    return abs(x)",
-                 "    return [y for y in x for z in x]", "    return x * 9 * 9 * 9", "    return", "", "    return (x"):  # fmt: skip
+                 "    return [y for y in x for z in x]", "    return x * 9 * 9 * 9", "    return", "", "    return (x",
+                 "    for i in [0] * 99:\n        x = x * x\n    return x", "    for i in [0, 0, 0]:\n        x = x * 9\n    return x", "    return x + 1000",
+                 "    s = x\n    for i in [1]:\n        s += s\n    return x", "    for i in [0]:\n        i = x\n    return x", "    s = [0]\n    s = s * 9\n    s = s * 9\n    s = s * 9\n    return x"):  # fmt: skip
         assert not evaluation.passes_test(row, body), body
 
 
@@ -417,7 +527,7 @@ def test_a_checkpoint_carries_what_decoding_needs(tmp_path):
     (dict(threshold=0.0), "out of range"), (dict(threshold=1.5), "out of range"), (dict(threshold=[0.5]), "1 thresholds for 2 prompts"),
     (dict(threshold=-1, metric="entropy"), "out of range"), (dict(metric="top"), "no metric"), (dict(block_size=5), "block size 5"),
     (dict(max_new_tokens=0), "at least 1"), (dict(batch_size=0), "at least 1"), (dict(temperature=-1), "temperature"),
-    (dict(threshold=math.nan), "out of range"),
+    (dict(threshold=math.nan), "out of range"), (dict(threshold=0.9, lossless=True), "no threshold"),
 ])  # fmt: skip
 def test_options_out_of_range_are_refused(options, complaint):
     """Errors come before the work begins, and say what is wrong."""
@@ -431,6 +541,8 @@ def test_models_that_would_be_silently_wrong_are_refused():
     assert mars.generate(plain, [[5]], 3, 1.0)[0].steps
     with pytest.raises(mars.MarsError, match="not trained with masks"):
         mars.generate(plain, [[5]], 3, 0.9)
+    with pytest.raises(mars.MarsError, match="not trained with masks"):
+        mars.generate(plain, [[5]], 3, lossless=True)
     for prompt in ([], [5] * 256):
         with pytest.raises(mars.MarsError, match="window is 256"):
             mars.generate(tiny(), [prompt], 3, 1.0)
@@ -460,7 +572,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("command, complaint", [
     ("generate --model {tmp}/none Hi", "python mars.py train"), ("generate --model {tmp}/broken Hi", "python mars.py train"),
     ("generate --model {tmp}/truncated Hi", "python mars.py train"), ("generate --model {ok} --threshold 0 Hi", "out of range"),
-    ("generate --model {ok} --block-size 9 Hi", "block size 9"), ("generate --model {ok} --max-new-tokens 3 {long}", "window"),
+    ("generate --model {ok} --threshold 0.9 --lossless Hi", "no threshold"), ("generate --model {ok} --block-size 9 Hi", "block size 9"), ("generate --model {ok} --max-new-tokens 3 {long}", "window"),
     ("generate --model {ok} --threshold x Hi", "--threshold"), ("bench --model {ok} --thresholds 0.9,2", "out of range"),
     ("train --model {ok}", "--data"), ("train --block-size 1", "block size 1"), ("train --model {ok} --data {tmp}/none.jsonl", "no data file"),
     ("train --model {ok} --data {tmp}/empty.jsonl", "is empty"), ("train --model {ok} --data {tmp}/bad.jsonl", "line 2"),
@@ -501,10 +613,12 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
     (row,) = json.loads(result.read_text())["rows"]
     assert row["text"] in printed.out and "\x1b" not in printed.out and sum(row["steps"]) == len(row["tokens"])
     assert "tokens per pass" in printed.err
-    mars.main(f"bench --model {out}/mars --limit 4 --repeats 1 --max-new-tokens 6 --batch-sizes 1,2 --json {result}".split())
-    rows = json.loads(result.read_text())["rows"]
-    assert [(row["mode"], row["batch_size"]) for row in rows] == [(m, n) for n in (1, 2) for m in ("hf", "ar", "mars", "mars", "mars")]
-    assert rows[0]["speedup"] == 1 and all(row["same_as_hf"] == 4 for row in rows if row["mode"] == "ar")
+    mars.main(f"bench --model {out}/mars --limit 4 --repeats 1 --max-new-tokens 6 --batch-sizes 1,2 --lossless --json {result}".split())
+    timed = json.loads(result.read_text())
+    modes = ("hf", "ar", "mars", "mars", "mars", "lossless")
+    assert [(row["mode"], row["batch_size"]) for row in timed["rows"]] == [(m, n) for n in (1, 2) for m in modes]
+    assert timed["rows"][0]["speedup"] == 1 and all(row["same_as_hf"] == 4 for row in timed["rows"] if row["mode"] in ("ar", "lossless"))
+    assert [(row["batch_size"], row["width"]) for row in timed["passes"]] == [(n, w) for n in (1, 2) for w in (1, 4, 7, 16)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -514,13 +628,17 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
 
 @pytest.mark.parametrize("answers, number", [
     ("18 | 18. | 18.00 | $18 | £18.0 | **18** | It is 18 dollars. | She makes $18/day. | 18% | so 9*2=18 | 10+8 = 18 eggs | (18)", 18),
-    ("#### 18 | ####18 | #### $18. | #### 18 eggs per 2 days | #### 9 * 2 = 18 | ####N18N | #### **Answer:** $18 | #### 3N#### 18", 18),
+    ("#### 18 | ####18 | #### $18. | #### 18 eggs per 2 days | #### 9 * 2 = 18 | ####N18N | #### **Answer:** $18 | #### 3N#### 18 | #### 9 eggs x $2/egg = $18", 18),
+    ("#### 18N- 9 eggs x 2 | The answer is 18N- 9 eggsN- 2 dollars | **Answer:** 18N* 9 eggs | #### 2. **Add**NThe answer is 18. | #### 2: addNIt is 18", 18),
+    ("#### 2 - Second partNSo 18 | #### Day 1 = 5 pagesNThe answer is 18. | To find the answer:N1. Multiply 3*4=12N2. So 18 eggs | Answer: 9 eggs * $2 = $18", 18),
+    (r"find the answer. 10 eggs + 8 eggs = 18 eggs | The answer is 18 = 9 + 9 | The answer is about 18. And 3 is left | \boxed{9\times2=18} | \boxed{2\cdot 9=18}", 18),
+    ("The answer is **18**. If you have questions, answer 3 more", 18),
     (r"\boxed{18} | \boxed{\$18}, in 7 days | \boxed{18 | \boxed{\text{18 dollars}} | \boxed{x = 18} | $$\boxed{18\text{ m}^2}$$ in 3 | $18$", 18),
     ("The answer is 18. In 2 days | **Answer: 18** (9 times 2) | #### Step 2: 5 moreNSo 18 | #### 1. Add the 5NIt is 18 | 18 m^2 | 18 m² | x_1 is 18", 18),
-    (r"1234 | 1,234 | $1,234.00 | 1 234 | 1{,}234 | 1\,234 | 1 234 km", 1234), ("2 million | 2,000,000 | $2 Million.", 2_000_000),
+    (r"1234 | 1,234 | $1,234.00 | 1 234 | 1{,}234 | 1\,234 | 1 234 km | \boxed{1,\!234} | \boxed{1\ 234}", 1234), ("2 million | 2 millions | 2,000,000 | $2 Million.", 2_000_000),
     (r"-5 | $-5 | -$5 | −5 | –5 | x=-5 | (-5) | #### -5 | \boxed{-5}", -5), ("10-5 | 10 - 5 | 3-5 | 5 | a-5", 5),
     (r"3/4 | .75 | 0.75 | 3 / 4 | ¾ | \frac{3}{4} | \boxed{\dfrac{3}{4}} | #### 3/4 cup", 0.75), (r"1 1/2 | 1½ | 1.5 | 1\frac{1}{2} | 3/2", 1.5),
-    ("-1/2 | -½ | -0.50", -0.5), ("none | | #### | eighteen | \\boxed{} | 5/0 | #### x | m² | 9" + "9" * 5000, None),
+    ("-1/2 | -½ | -0.50", -0.5), ("none | | #### | eighteen | \\boxed{} | 5/0 | #### x | m² | 9" + "9" * 5000 + "|" + "9" * 4299 + " million", None),
 ])  # fmt: skip
 def test_every_form_of_a_number(answers, number):
     """GSM8K: what a careful reader takes for the answer; no answer is None, and never an exception."""
@@ -557,6 +675,9 @@ ANSWERS = {
     "a constant": f"```\nTWO = 2\n{SHORT.replace('double(x)', 'x * TWO')}```", "a wrong version first": f"```\n{PROMPT}    pass\n```\nBetter:\n```\n{SHORT}```",
     "a version cut short last": f"```\n{SHORT}```\nOr:\n```\ndef first(xs, default):\n    return 5\n    xs = [1,", "chat tokens": f"{SHORT}<|im_end|>\n<|im_start|>user",
     "leading chat tokens": f"<|im_start|>assistant\n```\n{SHORT}```</s>", "trial runs": f"```\n{SHORT}\nn = int(input())\nk = n + 1\nm = first([n])\nprint(m)\nassert first([1]) == 1\n```",
+    "a constant in its own block": f"```\nTWO = 2\n```\n```\n{SHORT.replace('double(x)', 'x * TWO')}```", "code in prose": f"Use ```first(x)```\n```\n{SHORT}```",
+    "a future import in brackets": f"```\nfrom __future__ import (\n    annotations,\n)\n{SHORT}```", "after another block": f"```bash\nls\n```\n{SHORT}",
+    "an import that may fail": f"```\ntry:\n    from math import prod\nexcept ImportError:\n    prod = None\n{SHORT.replace('double(x)', 'prod([x, 2])')}```",
     "a future import": f"```\nfrom __future__ import annotations\n{SHORT}```", "a shell block": f"```bash\npip install x\n```\n```python\n{SHORT}```",
     "a decorator": f"```\nimport functools\n@functools.wraps(double)\n{SHORT}```", "a main guard": f"{SHORT}\nif __name__ == '__main__':\n    print(first(input()))",
     "a lambda": "first = lambda xs, default=0: double(xs[0]) if xs else default", "a second signature": f"```python\n{WHOLE}\n{SHORT}```",
@@ -613,6 +734,8 @@ def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
     leave = f"import os, time\nmark = {mark!r}\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        os.execvp('sleep', ['sleep', '1234567'])\n    os._exit(0)\ntime.sleep(0.3)"
     assert evaluation.run_program(leave) is None
     assert not [c for c in Path("/proc").glob("[0-9]*/cmdline") if c.exists() and b"1234567" in c.read_bytes()]
+    assert evaluation.run_program("import sys\nsys.stdout = None") is None
+    assert "took longer" in evaluation.run_program("import os, time\nif os.fork(): time.sleep(9)")
     assert evaluation.run_program("pass") is None
 
 
@@ -629,17 +752,18 @@ def figures(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "speedup")} for row in rows]
 
 
-def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys):
+def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys, monkeypatch):
     """Results are written as they come; --resume answers only what is missing, and the table is that of a whole run."""
+    monkeypatch.setattr(mars.Pace, "plans", lambda self, rows: [(1.0, self.most, False)])  # whatever the machine's speed
     data, samples = tmp_path / "q.jsonl.gz", tmp_path / "s.jsonl"
     data.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
-    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --batch-size 3 --thresholds 1.0,0.5 --baseline"
+    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --batch-size 3 --thresholds 1.0,0.5 --baseline --lossless"
     rows = run_eval(capsys, f"{common} --samples {samples} --json {tmp_path}/a.json")
-    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("hf", None, 8), ("ar", 1.0, 8), ("mars", 0.5, 8)]
+    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("hf", None, 8), ("ar", 1.0, 8), ("mars", 0.5, 8), ("lossless", None, 8)]
     assert rows[0]["speedup"] == 1 and all(row["speedup"] > 0 and row["accuracy"] == row["standard_error"] == 0 for row in rows)
     lines = samples.read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert len(records) == 24 and {record["prompt"] for record in records} == {q["question"] for q in QUESTIONS}
+    assert len(records) == 32 and {record["prompt"] for record in records} == {q["question"] for q in QUESTIONS}
     assert all(sum(record["steps"]) <= 8 and record["correct"] is False and "completion" in record for record in records)
     samples.write_text("\n".join([*lines[:5], *lines[8:13], lines[13][:40]]))  # cut in the middle of a line
     assert figures(run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/b.json")) == figures(rows)
@@ -648,7 +772,11 @@ def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys):
     right = [json.dumps(record | {"completion": QUESTIONS[int(record["id"][6:])]["answer"]}) for record in records]
     samples.write_text("\n".join(right))  # a saved completion is scored anew
     rows = run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/c.json")
-    assert [row["accuracy"] for row in rows] == [1, 1, 1]
+    assert [row["accuracy"] for row in rows] == [1, 1, 1, 1]
+    (tmp_path / "notes").write_text("precious")
+    with pytest.raises(SystemExit):
+        evaluation.main(f"{common} --samples {tmp_path}/notes --resume".split())
+    assert "not of a samples file" in capsys.readouterr().err and (tmp_path / "notes").read_text() == "precious"
     before = samples.read_text()
     for change, complaint in (("", "--resume"), ("--resume --max-new-tokens 9", "max_new_tokens 8, not 9")):
         with pytest.raises(SystemExit):
@@ -690,13 +818,14 @@ def test_humaneval_keeps_programs_until_it_may_run_them(checkpoint, tmp_path, ca
     ("gsm8k --model {plain} --data {tmp}/ok.jsonl", "no chat template"), ("gsm8k --model {ok} --data {tmp}/none --limit 1", "cannot load"),
     ("gsm8k --model {ok} --data {tmp}/ok.jsonl --thresholds 0.5,2", "out of range"), ("toy --model {ok} --resume", "--samples"),
     ("toy --model {ok} --json {tmp}/none/x.json", "no folder"), ("humaneval --model {ok} --data {tmp}/ok.jsonl", "'task_id'"),
+    ("humaneval --model {ok} --data {tmp}/h.jsonl", "--run-code"), ("humaneval --model {ok} --data {tmp}/h.jsonl --samples {tmp}/s --plot {tmp}/p.png", "--run-code"),
     ("gsm8k --model {ok} --data {tmp}/reference.jsonl", "no number"),
 ])  # fmt: skip
 def test_a_bad_evaluation_is_one_line_and_writes_nothing(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
     """Unknown task, missing or empty data, missing fields (named), a model without a chat template."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ok = json.dumps(QUESTIONS[0])
-    for name, text in {"empty": "\n", "columns": ok + '\n{"question": "a"}', "ok": ok, "reference": '{"question": "a", "answer": "b"}'}.items():
+    for name, text in {"empty": "\n", "columns": ok + '\n{"question": "a"}', "ok": ok, "reference": '{"question": "a", "answer": "b"}', "h": json.dumps(dict.fromkeys(("task_id", "prompt", "entry_point", "test"), "a"))}.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"{}" * 99)[:-9])
     model, tokenizer = mars.toy_model()
@@ -722,3 +851,20 @@ def test_the_frontier_is_drawn_where_matplotlib_is(checkpoint, tmp_path, capsys,
     pytest.importorskip("matplotlib")
     evaluation.main(f"toy --model {checkpoint} --limit 4 --max-new-tokens 4 --thresholds 1.0,0.5 --plot {tmp_path}/f.png".split())
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_policies_under_load(checkpoint, tmp_path, capsys, monkeypatch):
+    """Requests that arrive at random get the answers that they would get alone; the adaptive policy lowers τ only for a queue."""
+    rows = run_eval(capsys, f"load --model {checkpoint} --limit 12 --max-new-tokens 6 --batch-size 2 --rates 0.1,50 --json {tmp_path}/l.json")
+    assert [(row["load"], row["policy"]) for row in rows] == [(rate, policy) for rate in (0.1, 50) for policy in evaluation.POLICIES]
+    assert all(0 < row["latency_p50"] <= row["latency_p95"] and row["throughput"] > 0 and row["accuracy"] == 0 for row in rows)
+    taus = {(row["load"], row["policy"]): row["mean_threshold"] for row in rows}
+    assert taus[50, "fixed-1.0"] == 1 and taus[50, "fixed-0.9"] == pytest.approx(0.9) and taus[50, "lossless"] is None
+    assert 0.9 <= taus[50, "adaptive"] < 0.96 < taus[0.1, "adaptive"] <= 1
+    model, tokenizer = mars.load(checkpoint)
+    texts = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in mars.toy_rows("test", 8)]
+    alone = [out.tokens for out in mars.generate(model, texts, 6, 1.0, batch_size=1)]
+    for policy in ("fixed-1.0", "lossless"):
+        args = argparse.Namespace(max_new_tokens=6, batch_size=3)
+        latencies, outs, _ = evaluation.serve(model, texts, [0.01 * i for i in range(8)], policy, args)
+        assert outs == alone and min(latencies) > 0
