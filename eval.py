@@ -608,21 +608,24 @@ POLICIES = ("fixed-1.0", "fixed-0.9", "lossless", "adaptive")
 def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) -> tuple[list[float], list[list[int]], float | None]:
     """Answer request i, which arrives at second due[i], in a continuous batch; (latencies in seconds, tokens, mean threshold).
 
-    Adaptive: 1 while nobody waits, 0.95 when one request does, 0.9 when more do; asked before every pass.
+    Adaptive: 1 while nobody waits for a place, 0.95 when one request does, 0.9 when more do; asked before every pass.
     """
-    start, admitted, thresholds = time.perf_counter(), 0, []
+    start, admitted, room, thresholds = time.perf_counter(), 0, False, []
     latencies, outs = [0.0] * len(due), [[] for _ in due]
 
     def arrivals() -> Iterator[list[int] | None]:
-        nonlocal admitted
+        nonlocal admitted, room
         for prompt, second in zip(prompts, due):
             while time.perf_counter() - start < second:
+                room = True
                 yield None
             admitted += 1
             yield prompt
 
     def threshold() -> float:
-        waiting = bisect.bisect(due, time.perf_counter() - start) - admitted
+        nonlocal room
+        waiting = 0 if room else bisect.bisect(due, time.perf_counter() - start) - admitted
+        room = False
         thresholds.append(1 - 0.05 * min(waiting, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
         return thresholds[-1]
 

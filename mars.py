@@ -4,7 +4,8 @@
    one as always, and the j-th mask, which holds the place of the j-th next token, predicts the one after it.
 2. Train for it: cut the response into blocks of B and, next to the clean text, show each block as masks that see only
    the clean text before it and each other. The ordinary next-token loss stays in, so the model stays an ordinary model.
-3. Decode with it: commit the first prediction always, each further one while its confidence is at least a threshold.
+3. Decode with it: commit the first prediction always, each further one while its confidence is at least a threshold. Or
+   lossless: commit a mask's prediction when the next pass shows that the model, token by token, would say the same.
 
 No new parameters, no new architecture: paper https://arxiv.org/abs/2604.07023 (sections and equations cited below).
 
@@ -576,7 +577,8 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
 # Every live row has a line of S slots, and the token at position p is written to slot p. A query at position q sees the
 # slots ≤ q, and every slot from the row's first uncertain one to q is written in the same pass, before attention reads
 # it. So whatever earlier passes left behind for masks is overwritten before anything can see it: to take back a refused
-# prediction costs nothing, rows need no padding, and every row moves on at its own pace.
+# prediction costs nothing, rows need no padding, and every row moves on at its own pace. Lossless decoding reads several
+# groups of masks at the same positions: they take the slots behind the drafts, where none but their own group sees them.
 
 
 @functools.lru_cache(1024)
@@ -769,15 +771,17 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         new = sum(row.unread == len(row.tokens) for row in live)
         first = len(live) - new if new else 0
         batch = live[first:]
-        bound = bounds([row.request for row in batch]) if bounds else [0.0]
-        masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: AR has no masks; softmax may round to 1.0
         k, drafts = max(row.unread for row in batch), min(len(row.drafts) for row in batch)
-        masks = pace.masks(len(live), drafts) if pace else masks
+        if bounds:
+            bound = bounds([row.request for row in batch])
+            masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: AR has no masks; softmax may round to 1.0
+        else:
+            masks = pace.masks(len(live), drafts)
         ahead = 1 + drafts + masks * (1 + drafts)  # columns with a prediction
         ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + row.drafts[:drafts] + [mask_id] * masks * (1 + drafts) for row in batch]
         positions, seen = cache.aim(first, [len(row.tokens) for row in batch], k, drafts, masks, model.device)
         logits = read(model, cache, ids, positions, seen, ahead)  # [N, ahead, V]
-        # 3. Propose: column 0 is the last token's prediction, as in any AR model, column j the j-th mask's.
+        # 3. Propose: column 0 is the last token's prediction, as in any AR model, then come the drafts' and the masks'.
         logits[..., suppressed] = -math.inf
         noise = 0.0
         if temperature > 0:  # subtle: one noise for a position, so a draft is drawn as it will be verified
@@ -793,7 +797,7 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         for row, (*proposal, count) in zip(batch, torch.cat([proposals, accepted], 1).tolist()):
             tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
             row.tokens, row.unread = row.tokens + tokens, len(tokens)
-            if not bounds:  # accepted drafts are in the cache already; the group that continues from the last drafts anew
+            if not bounds:  # accepted drafts are in the cache already; the group behind the last of them has new ones
                 pace.learn(drafts, count - 1)
                 row.unread, group = 1, 1 + drafts + masks * (count - 1)
                 row.drafts = proposal[group : group + masks]
