@@ -540,12 +540,14 @@ def plot(rows: list[dict], file: str, title: str) -> None:
 
     x = "speedup" if all(row["speedup"] for row in rows) else "tokens_per_forward"
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for modes, colour, label in (("hf", "tab:gray", "Hugging Face generate"), ("ar mars", "tab:blue", "MARS, by threshold τ")):
+    for modes, colour, label in (
+        ("hf", "tab:gray", "Hugging Face generate"), ("ar mars", "tab:blue", "MARS, by threshold τ"), ("lossless", "tab:green", "MARS, lossless"),
+    ):  # fmt: skip
         points = [row for row in rows if row["mode"] in modes.split()]
         xs, ys = [row[x] for row in points], [100 * row["accuracy"] for row in points]
         axes.errorbar(xs, ys, [100 * row["standard_error"] for row in points], marker="o", color=colour, label=label if points else None)
         for row, at in zip(points, zip(xs, ys)):
-            axes.annotate("" if row["mode"] == "hf" else f"{row['threshold']:g}", at, (4, 6), textcoords="offset points", fontsize=8)
+            axes.annotate("" if row["threshold"] is None else f"{row['threshold']:g}", at, (4, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel={"speedup": "speedup over Hugging Face generate"}.get(x, "tokens per forward pass"), ylabel="accuracy, %", title=title)
     axes.margins(0.08)
     axes.grid(alpha=0.3)
@@ -608,7 +610,7 @@ POLICIES = ("fixed-1.0", "fixed-0.9", "lossless", "adaptive")
 def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) -> tuple[list[float], list[list[int]], float | None]:
     """Answer request i, which arrives at second due[i], in a continuous batch; (latencies in seconds, tokens, mean threshold).
 
-    Adaptive: 1 while nobody waits for a place, 0.95 when one request does, 0.9 when more do; asked before every pass.
+    Adaptive: 1 while at most one request waits for a place, 0.95 from two on, 0.9 from four on; asked before every pass.
     """
     start, admitted, room, thresholds = time.perf_counter(), 0, False, []
     latencies, outs = [0.0] * len(due), [[] for _ in due]
@@ -626,7 +628,7 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
         nonlocal room
         waiting = 0 if room else bisect.bisect(due, time.perf_counter() - start) - admitted
         room = False
-        thresholds.append(1 - 0.05 * min(waiting, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
+        thresholds.append(1 - 0.05 * min(waiting // 2, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
         return thresholds[-1]
 
     rule = {"lossless": True} if policy == "lossless" else {"threshold": threshold}

@@ -860,7 +860,7 @@ def test_policies_under_load(checkpoint, tmp_path, capsys, monkeypatch):
     assert all(0 < row["latency_p50"] <= row["latency_p95"] and row["throughput"] > 0 and row["accuracy"] == 0 for row in rows)
     taus = {(row["load"], row["policy"]): row["mean_threshold"] for row in rows}
     assert taus[50, "fixed-1.0"] == 1 and taus[50, "fixed-0.9"] == pytest.approx(0.9) and taus[50, "lossless"] is None
-    assert 0.9 <= taus[50, "adaptive"] < 0.96 < taus[0.1, "adaptive"] <= 1
+    assert 0.9 <= taus[50, "adaptive"] < 0.99 < taus[0.1, "adaptive"] <= 1
     model, tokenizer = mars.load(checkpoint)
     texts = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in mars.toy_rows("test", 8)]
     alone = [out.tokens for out in mars.generate(model, texts, 6, 1.0, batch_size=1)]
