@@ -610,7 +610,7 @@ POLICIES = ("fixed-1.0", "fixed-0.9", "lossless", "adaptive")
 def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) -> tuple[list[float], list[list[int]], float | None]:
     """Answer request i, which arrives at second due[i], in a continuous batch; (latencies in seconds, tokens, mean threshold).
 
-    Adaptive: 1 while at most one request waits for a place, 0.95 from two on, 0.9 from four on; asked before every pass.
+    Adaptive: 1 while fewer than four requests wait for a place, 0.95 from four on, 0.9 from eight on; asked before every pass.
     """
     start, admitted, room, thresholds = time.perf_counter(), 0, False, []
     latencies, outs = [0.0] * len(due), [[] for _ in due]
@@ -628,7 +628,7 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
         nonlocal room
         waiting = 0 if room else bisect.bisect(due, time.perf_counter() - start) - admitted
         room = False
-        thresholds.append(1 - 0.05 * min(waiting // 2, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
+        thresholds.append(1 - 0.05 * min(waiting // 4, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
         return thresholds[-1]
 
     rule = {"lossless": True} if policy == "lossless" else {"threshold": threshold}
