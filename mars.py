@@ -583,8 +583,10 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
 
 @functools.lru_cache(1024)
 def columns(back: int, drafts: int, masks: int) -> torch.Tensor:
-    """What a pass reads of each row, [4, Q], in slots and positions counted from the row's end: the slot of each column, its
-    position, the last slot of text that it sees, and the first slot of its own group of masks, which it sees up to itself.
+    """What a pass reads of each row, [4, Q]: the slot of each column, its position, the last slot of text that it sees, and
+    the first slot of its own group of masks, which it sees up to itself. All are counted from the row's end: -1 is its
+    last token, 0 the first place behind it. In lossless decoding a pass reads drafts, too, predictions of the pass before
+    that it is to verify, and for the last token and every draft a group of masks that continues from it.
 
     The last two of back = 2 tokens (t), drafts = 1 (d) and masks = 2 in each of two groups (M after t, m after d):
 
@@ -614,20 +616,20 @@ class SlotCache:
         A row shorter than `back` is padded in front; padding goes to the spare slot S-1. Returns the positions [N, Q], and who
         sees which slot [N, 1, Q, W].
         """
-        slot, place, context, group = columns(back, drafts, masks)  # [Q] each, counted from the end of a row
-        N, self.width = len(lengths), max(lengths) + int(slot[-1]) + 1  # W slots are visible to someone
+        relative = columns(back, drafts, masks)  # [4, Q]
+        N, self.width = len(lengths), max(lengths) + int(relative[0, -1]) + 1  # W slots are visible to someone
         if self.width >= self.size:  # subtle: zeros, for a masked NaN would leak through 0 · NaN; slot S-1 stays spare
             self.size = self.width * 3 // 2 + 64
             self.layers = [[F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1])) for x in layer] for layer in self.layers]
-        slot, place, context, group = (torch.tensor(lengths)[:, None] + torch.stack([slot, place, context, group])[:, None]).to(device)
+        slot, position, text, group = (torch.tensor(lengths)[:, None] + relative[:, None]).to(device)  # [N, Q] each
         self.rows = slice(first, first + N)
         lines = self.size * torch.arange(first, first + N, device=device)[:, None]
         self.target = (lines + slot.where(slot >= 0, self.size - 1)).flatten()  # [N · Q]
         slots = torch.arange(self.width, device=device)  # [W]
-        seen = slots <= context.clamp(min=0)[..., None]
+        seen = slots <= text.clamp(min=0)[..., None]
         if masks:
             seen |= (slots >= group[..., None]) & (slots <= slot[..., None])
-        return place.clamp(0, self.window - 1), seen[:, None]  # subtle: the last masks may reach beyond the window
+        return position.clamp(0, self.window - 1), seen[:, None]  # subtle: the last masks may reach beyond the window
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by each attention layer: writes keys and values [N, heads, Q, dim], returns all [N, heads, W, dim]."""
@@ -671,7 +673,8 @@ class Row:
 
 def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor, seen: torch.Tensor, ahead: int) -> torch.Tensor:
     """A forward pass over ids [N, Q], as `cache.aim` has set it up: logits of the last `ahead` columns, float32 [N, ahead, V]."""
-    if model.device.type == "cpu":  # transformers copies the keys and values of grouped queries, for kernels that need it; these do not
+    ours = model.device.type == "cpu" and "TRANSFORMERS_SDPA_FORCE_GQA" not in os.environ
+    if ours:  # transformers copies the keys and values of grouped queries, for kernels that need it; the CPU's do not
         os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
     try:
         return model(
@@ -679,7 +682,8 @@ def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor,
             cache=cache, use_cache=True, logits_to_keep=ahead,
         ).logits.float()  # fmt: skip
     finally:
-        os.environ.pop("TRANSFORMERS_SDPA_FORCE_GQA", None)
+        if ours:
+            del os.environ["TRANSFORMERS_SDPA_FORCE_GQA"]
 
 
 @torch.inference_mode()
@@ -734,7 +738,9 @@ class Pace:
 
 @functools.lru_cache(1)
 def costs_by_width(model) -> dict[int, float]:
-    return pass_costs(model, 1, (1, 2, 4, 8, 16, 32, 64))
+    """Seconds of a pass by the tokens that it reads, measured once; a wider one never costs less."""
+    costs = pass_costs(model, 1, (1, 2, 4, 8, 16, 32, 64))
+    return dict(zip(costs, itertools.accumulate(costs.values(), max)))
 
 
 def interpolate(table: dict[int, float], x: float) -> float:
@@ -797,7 +803,8 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         for row, (*proposal, count) in zip(batch, torch.cat([proposals, accepted], 1).tolist()):
             tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
             row.tokens, row.unread = row.tokens + tokens, len(tokens)
-            if not bounds:  # accepted drafts are in the cache already; the group behind the last of them has new ones
+            if not bounds:  # Accepted drafts are in the cache already. New ones are the predictions of the group behind the
+                # last of them: its first mask holds the place of the token that was committed last.
                 pace.learn(drafts, count - 1)
                 row.unread, group = 1, 1 + drafts + masks * (count - 1)
                 row.drafts = proposal[group : group + masks]
@@ -878,7 +885,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     """Decode prompts (token ids) in a continuous batch of at most `batch_size` rows; yields (index, new tokens) by pass.
 
     threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a function
-                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95.
+                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95, and 1 for a checkpoint without masks.
     lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR choice. The output
                 is that of AR decoding, token for token, also when it is sampled.
     metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy" in nats
@@ -906,7 +913,8 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
         raise MarsError("lossless decoding has no threshold: give one or the other")
     if lossless and trained == 1:
         raise MarsError("this checkpoint was not trained with masks: it has no drafts for lossless decoding")
-    bounds = None if lossless else bounds_for(0.95 if threshold is None else threshold, metric, trained > 1)
+    threshold = METRICS[metric][trained > 1] if threshold is None else threshold
+    bounds = None if lossless else bounds_for(threshold, metric, trained > 1)
 
     def row(request: int, prompt: list[int]) -> Row:
         if not 0 < len(prompt) < room:
