@@ -562,13 +562,13 @@ def evaluate(args) -> None:
     for file in filter(None, (args.json, args.samples, args.plot)):
         if not Path(file).absolute().parent.is_dir():
             raise mars.MarsError(f"there is no folder {Path(file).parent} to write {Path(file).name} to")
+    if args.task == "humaneval" and args.plot and not args.run_code:
+        raise mars.MarsError("--plot needs verdicts: add --run-code (see --help)")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         raise mars.MarsError("--plot needs matplotlib: pip install matplotlib")
     problems = args.problems(args)
     if args.task == "humaneval" and not (args.run_code or args.samples):
         raise mars.MarsError("without --run-code (see --help) nothing is scored: add it, or keep the programs with --samples FILE")
-    if args.task == "humaneval" and args.plot and not args.run_code:
-        raise mars.MarsError("--plot needs verdicts: add --run-code (see --help)")
     if args.task == "humaneval" and args.run_code:
         check_sandbox()
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
