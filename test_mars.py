@@ -423,6 +423,25 @@ def test_a_hand_worked_lossless_pass():
     ]
 
 
+def test_drafts_continue_from_the_last_that_was_accepted(monkeypatch):
+    """After every pass the drafts are what masks predict behind all that is committed but the newest token: pass by pass."""
+    monkeypatch.setattr(mars.Pace, "plans", lambda self, rows: [(1.0, self.most, False)])
+    model, texts = drafter(), walks(12, seed=2)
+    outs = mars.generate(model, texts, 24, lossless=True, batch_size=5)
+    for text, out, ar in zip(texts, outs, mars.generate(model, texts, 24, 1.0)):
+        done, steps, drafts = 0, [], []
+        while done < len(ar.tokens):
+            count = 1
+            while count <= len(drafts) and done + count < len(ar.tokens) and drafts[count - 1] == ar.tokens[done + count - 1]:
+                count += 1
+            steps.append(count)
+            done += count
+            logits = model(torch.tensor([text + ar.tokens[: done - 1] + [MASK] * (B - 1)])).logits[0, 1 - B :]
+            drafts = logits[:, :MASK].argmax(-1).tolist()
+        assert out.steps == steps
+    assert len({n for out in outs for n in out.steps}) == B
+
+
 def test_drafts_are_read_where_they_pay(monkeypatch):
     """Where width is free all drafts are made and verified at once; where it costs, passes take turns; where it costs more, none are."""
 
