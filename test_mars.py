@@ -439,7 +439,7 @@ def test_drafts_continue_from_the_last_that_was_accepted(monkeypatch):
             logits = model(torch.tensor([text + ar.tokens[: done - 1] + [MASK] * (B - 1)])).logits[0, 1 - B :]
             drafts = logits[:, :MASK].argmax(-1).tolist()
         assert out.steps == steps
-    assert len({n for out in outs for n in out.steps}) == B
+    assert {1, B} < {n for out in outs for n in out.steps}
 
 
 def test_drafts_are_read_where_they_pay(monkeypatch):
