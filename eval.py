@@ -41,6 +41,7 @@ import mars
 # A problem is {"id", "prompt": what the user asks, …}. A task has a function that lists its problems, and one that
 # scores a completion: {"extracted": what was taken for the answer, "correct": the verdict, "error": why not}.
 
+
 def fields(rows: list[dict], args, *names: str) -> list[dict]:
     """The first `--limit` rows, or a MarsError if one of them has not all of these fields, as text."""
     for number, row in enumerate(rows[: args.limit], 1):
@@ -94,7 +95,7 @@ def passes_test(problem: dict, completion: str) -> bool:
 
 
 def toy_problems(args) -> list[dict]:
-    rows = mars.toy_rows("test", args.limit or 1000)
+    rows = mars.toy_rows("test", args.limit)
     return [{**row, "id": f"toy/{i}", "prompt": mars.messages_of(row)[0]["content"]} for i, row in enumerate(rows)]
 
 
@@ -200,13 +201,15 @@ def parsed(code: str) -> tuple[ast.Module, int]:
     return ast.Module([], []), 0
 
 
-def definitions(code: str, name: str) -> tuple[str, bool]:
-    """The lines of code that define things: imports, functions, classes, constants; and whether they define `name`.
+def definitions(code: str, name: str) -> tuple[str, bool, bool]:
+    """The lines of code that define things: imports, functions, classes, constants; whether they define `name`; and whether
+    all of the code is Python.
 
     What a model writes around them (calls, prints, asserts of its own, input()) is a trial run and may go wrong.
     """
     keep, trial, found = set(), {name, "input", "open"}, False
-    for node in parsed(code)[0].body:
+    tree, lines = parsed(code)
+    for node in tree.body:
         names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
         imports = [node] if not isinstance(node, ast.Try) else node.body
         if all(isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "module", "") != "__future__" for n in imports):
@@ -223,7 +226,8 @@ def definitions(code: str, name: str) -> tuple[str, bool]:
         found |= name in bound
         first = min(n.lineno for n in (node, *getattr(node, "decorator_list", ())))
         keep |= set(range(first, node.end_lineno + 1))
-    return "\n".join(line for number, line in enumerate(code.split("\n"), 1) if number in keep), found
+    kept = "\n".join(line for number, line in enumerate(code.split("\n"), 1) if number in keep)
+    return kept, found, lines == code.count("\n") + 1
 
 
 def extract_code(completion: str, prompt: str, name: str) -> str:
@@ -237,11 +241,11 @@ def extract_code(completion: str, prompt: str, name: str) -> str:
     outside = FENCED.sub("", text).partition("```")[0]
     guesses = [match[0] for start in UNFENCED if (match := re.search(start, outside, re.DOTALL | re.MULTILINE))]
     for codes in (blocks, guesses[:1]):
-        whole = [i for i, code in enumerate(codes) if definitions(code, name)[1]]
-        if whole:  # of several versions, the last that is complete
-            best = max(whole, key=lambda i: (parsed(codes[i])[1] == codes[i].count("\n") + 1, i))
-            helpers = [definitions(code, name)[0] for i, code in enumerate(codes) if i != best]
-            return "\n".join(filter(None, [*helpers, definitions(codes[best], name)[0]]))
+        found = [definitions(code, name) for code in codes]
+        versions = [(complete, i) for i, (_, defines, complete) in enumerate(found) if defines]
+        if versions:  # the last that is complete, after what the other blocks define
+            best = found.pop(max(versions)[1])
+            return "\n".join(lines for lines, *_ in [*found, best] if lines)
     # No definition, so it is the body; its first line may have lost its indentation.
     bodies = [body for code in blocks + guesses for body in (textwrap.indent(textwrap.dedent(code), "    "), "    " + code.lstrip())]
     body = max(bodies, key=lambda body: parsed(prompt + body)[1], default="")
@@ -422,20 +426,19 @@ def sandbox() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def summary(records: list[dict], args, baseline: float | None) -> dict:
-    """The line of the table for one mode and threshold."""
+def summary(records: list[dict], args) -> dict:
+    """The line of the table for one mode and threshold, but for the speedup."""
     n, verdicts = len(records), [record["correct"] for record in records]
     accuracy = None if None in verdicts else sum(verdicts) / n
     seconds: dict[int, float] = {}
     for record in records:
         seconds[record["rank"]] = seconds.get(record["rank"], 0) + record["seconds"]
     tokens = sum(sum(record["steps"]) for record in records)
-    rate = tokens / max(seconds.values())
     return {
         "mode": records[0]["mode"], "threshold": records[0]["threshold"], "batch_size": args.batch_size, "accuracy": accuracy,
         "standard_error": None if accuracy is None else math.sqrt(accuracy * (1 - accuracy) / n),
         "tokens_per_forward": tokens / sum(len(record["steps"]) for record in records),
-        "tokens_per_second": rate, "speedup": rate / baseline if baseline else None, "n": n,
+        "tokens_per_second": tokens / max(seconds.values()), "n": n,
     }  # fmt: skip
 
 
@@ -470,7 +473,8 @@ def resume(args, problems: list[dict], rank: int) -> dict[tuple, dict]:
                 if record["prompt"] != problem["prompt"]:
                     raise mars.MarsError(f"{path} has another prompt for {record['id']}: name another file")
                 score = args.score(problem, record["completion"], args)
-                record |= score if score["correct"] is not None or record["correct"] is None else {}
+                if score["correct"] is not None or record["correct"] is None:  # a verdict is not lost for want of --run-code
+                    record |= score
         copy = path.with_name(path.name + ".tmp")
         copy.write_text("".join(json.dumps(record) + "\n" for record in records))
         copy.replace(path)
@@ -491,8 +495,7 @@ def answers(model, tokenizer, problems: list[dict], mode: str, threshold: float 
         parts = range(0, len(prompts), size)
         outs = ((i + j, out) for i in parts for j, out in enumerate(mars.hf_generate(model, prompts[i : i + size], longest, size)))
     else:
-        rule = {"lossless": True} if mode == "lossless" else {"threshold": threshold, "metric": args.metric}
-        outs = mars.finished(model, prompts, longest, batch_size=size, **rule)
+        outs = mars.finished(model, prompts, longest, threshold, lossless=mode == "lossless", metric=args.metric, batch_size=size)
     start = time.perf_counter()
     for index, out in outs:
         yield {
@@ -526,9 +529,10 @@ def sweep(model, tokenizer, problems: list[dict], done: dict[tuple, dict], rank:
         if world > 1:
             dist.all_gather_object(parts := [None] * world, records)
             records = list(itertools.chain(*parts))
-        row = summary(records, args, baseline)
-        baseline = row["tokens_per_second"] if mode == "hf" else baseline
-        yield row | {"speedup": 1.0 if mode == "hf" else row["speedup"]}
+        row = summary(records, args)
+        if mode == "hf":
+            baseline = row["tokens_per_second"]
+        yield row | {"speedup": baseline and row["tokens_per_second"] / baseline}
 
 
 def plot(rows: list[dict], file: str, title: str) -> None:
@@ -577,12 +581,9 @@ def evaluate(args) -> None:
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=2))
     done = resume(args, problems, rank)
     model, tokenizer = mars.load(args.model, args.device or gpu, args.dtype, need_template=True)
-    drafts = mars.trained_block_size(model) > 1
-    args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if drafts else 1]
-    for threshold in args.thresholds:
-        mars.bounds_for(threshold, args.metric, drafts)  # complain before the work begins
-    if args.lossless and not drafts:
-        raise mars.MarsError(f"{args.model} was not trained with masks: it has no drafts for --lossless")
+    args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if mars.trained_block_size(model) > 1 else 1]
+    for threshold in [*args.thresholds, *[None] * args.lossless]:  # nothing to decode: complain before the work begins
+        mars.stream(model, [], threshold=threshold, lossless=threshold is None, metric=args.metric)
     rows = sweep(model, tokenizer, problems, done, rank, world, args)
     if rank:
         list(rows)
@@ -631,8 +632,9 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
         thresholds.append(1 - 0.05 * min(waiting // 4, 2) if policy == "adaptive" else float(policy.removeprefix("fixed-")))
         return thresholds[-1]
 
-    rule = {"lossless": True} if policy == "lossless" else {"threshold": threshold}
-    for index, tokens in mars.stream(model, arrivals(), args.max_new_tokens, batch_size=args.batch_size, **rule):
+    lossless = policy == "lossless"
+    requests = mars.stream(model, arrivals(), args.max_new_tokens, None if lossless else threshold, lossless, batch_size=args.batch_size)
+    for index, tokens in requests:
         outs[index] += tokens
         latencies[index] = time.perf_counter() - start - due[index]
     return latencies, outs, statistics.fmean(thresholds) if thresholds else None
@@ -643,13 +645,10 @@ def load(args) -> None:
     model, tokenizer = mars.load(args.model, args.device, args.dtype)
     problems = toy_problems(args)
     prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        mars.generate(model, prompts, args.max_new_tokens, 1.0, batch_size=args.batch_size)
-        seconds.append(time.perf_counter() - start)
-    capacity = len(prompts) / statistics.median(seconds)
-    serve(model, prompts, [0.0] * len(prompts), "lossless", args)  # measures what a pass costs
+    mars.stream(model, [], lossless=True)  # nothing to decode: complain before the work begins
+    mars.costs_by_width(model)  # measured now and not while requests wait
+    work = lambda: mars.generate(model, prompts, args.max_new_tokens, 1.0, batch_size=args.batch_size)
+    capacity = len(prompts) / statistics.median(mars.timed(model, work)[1] for _ in range(3))
     print(f"{len(prompts)} requests, batches of at most {args.batch_size}; AR decoding answers {capacity:.1f} a second\n{mars.hardware(model)}")
 
     def results() -> Iterator[dict]:

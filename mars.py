@@ -1004,8 +1004,8 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
                 if name == "hf":
                     work = lambda: hf_generate(model, prompts, max_new_tokens, size)
                 else:
-                    options = {"lossless": True} if name == "lossless" else {"threshold": threshold, "metric": metric}
-                    work = lambda: generate(model, prompts, max_new_tokens, batch_size=size, **options)
+                    options = dict(lossless=name == "lossless", metric=metric, batch_size=size)
+                    work = lambda: generate(model, prompts, max_new_tokens, threshold, **options)
                 runs[name, threshold].append(timed(model, work))
         baseline = runs["hf", None][0][0]
         hf_rate, ar_rate = rate(runs["hf", None]), rate(runs["ar", ar])
