@@ -598,6 +598,7 @@ def evaluate(args) -> None:
         if args.plot:
             plot(rows, args.plot, f"{args.task}, {len(problems)} problems, {args.model}")
     if world > 1:
+        dist.barrier()  # subtle: ranks leave together; one that left early was now and then aborted on its way out
         dist.destroy_process_group()
 
 
