@@ -690,7 +690,7 @@ def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor,
 def pass_costs(model, rows: int, widths: Iterable[int], repeats: int = 3, context: int = 64) -> dict[int, float]:
     """Seconds of a forward pass that reads so many tokens of each row, with `context` tokens in the cache: medians, in turns."""
     cache, runs = SlotCache(rows, window(model)), {width: [] for width in widths}
-    for repeat in range(1 + repeats):
+    for _ in range(1 + repeats):
         for width, seconds in runs.items():
             positions, seen = cache.aim(0, [context + width] * rows, width, 0, 0, model.device)
             start = time.perf_counter()
@@ -744,8 +744,8 @@ def costs_by_width(model) -> dict[int, float]:
 
 
 def interpolate(table: dict[int, float], x: float) -> float:
-    """Piecewise linear, and on beyond the ends."""
-    points = sorted(table.items())
+    """Piecewise linear, and on beyond the ends; the table is in order."""
+    points = list(table.items())
     i = min(max(bisect.bisect_left(points, (x,)), 1), len(points) - 1)
     (x0, y0), (x1, y1) = points[i - 1 : i + 1]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
@@ -885,7 +885,8 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     """Decode prompts (token ids) in a continuous batch of at most `batch_size` rows; yields (index, new tokens) by pass.
 
     threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a function
-                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95, and 1 for a checkpoint without masks.
+                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95, and 1 for a
+                checkpoint without masks.
     lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR choice. The output
                 is that of AR decoding, token for token, also when it is sampled.
     metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy" in nats
