@@ -575,12 +575,11 @@ def evaluate(args) -> None:
         raise mars.MarsError("without --run-code (see --help) nothing is scored: add it, or keep the programs with --samples FILE")
     if args.task == "humaneval" and args.run_code:
         check_sandbox()
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
-    args.dtype = str(mars.pick(args.device or gpu, args.dtype)[1]).removeprefix("torch.")  # as it goes into the samples
+    args.dtype = str(mars.pick(args.device, args.dtype)[1]).removeprefix("torch.")  # as it goes into the samples
     if world > 1:  # under torchrun; ranks meet once for each line of the table, and may be far apart
         dist.init_process_group("gloo", timeout=datetime.timedelta(days=2))
     done = resume(args, problems, rank)
-    model, tokenizer = mars.load(args.model, args.device or gpu, args.dtype, need_template=True)
+    model, tokenizer = mars.load(args.model, args.device, args.dtype, need_template=True)
     args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if mars.trained_block_size(model) > 1 else 1]
     for threshold in [*args.thresholds, *[None] * args.lossless]:  # nothing to decode: complain before the work begins
         mars.stream(model, [], threshold=threshold, lossless=threshold is None, metric=args.metric)

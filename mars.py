@@ -21,6 +21,9 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
 
 import argparse
 import bisect
+import collections
+import contextlib
+import datetime
 import functools
 import gzip
 import itertools
@@ -30,17 +33,24 @@ import os
 import platform
 import random
 import re
+import shutil
+import signal
 import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -162,10 +172,10 @@ def messages_of(row: dict) -> list[dict] | None:
     return None
 
 
-def read_rows(data: str, split: str) -> list[dict]:
-    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set on the hub (NAME or NAME:CONFIG)."""
+def read_rows(data: str, split: str) -> Sequence[dict]:
+    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set: a local folder, or NAME or NAME:CONFIG on the hub."""
     path, rows = Path(data), []
-    if path.suffix in (".json", ".jsonl", ".gz") or path.exists():
+    if path.suffix in (".json", ".jsonl", ".gz") or path.is_file():
         if not path.is_file():
             raise MarsError(f"there is no data file {data}")
         try:
@@ -180,7 +190,7 @@ def read_rows(data: str, split: str) -> list[dict]:
         from datasets import load_dataset
 
         try:
-            rows = list(load_dataset(*data.split(":"), split=split))
+            rows = load_dataset(*data.split(":"), split=split)  # stays on disk: rows are read as they are asked for
         except Exception as error:  # whatever the hub, the network or the data set's own files have to say
             raise MarsError(f"cannot load the data set {data}: {first_line(error)}") from None
     if not rows:
@@ -188,7 +198,7 @@ def read_rows(data: str, split: str) -> list[dict]:
     return rows
 
 
-def load_rows(data: str, split: str = "train", seed: int = 0) -> list[dict]:
+def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
     """Rows of chat data: those of the toy for "toy", else see `read_rows`."""
     if data == "toy":
         return toy_rows(split, 20_000, seed)
@@ -218,26 +228,56 @@ def closing_token(tokenizer) -> int:
     return next((t for t in tokenizer(tail, add_special_tokens=False).input_ids if t in specials), tokenizer.eos_token_id)
 
 
-def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[int], list[int]] | None:
-    """One row of data as (prompt ids, response ids): the response is the last assistant turn, through its end token.
+class Unusable(Exception):
+    """Why there is nothing to learn from a row of data."""
 
-    None where there is nothing to learn: no assistant turn, an empty one, or a prompt that fills `max_length` alone.
+
+def encode(tokenizer, row: dict, max_length: int = 512) -> list[tuple[list[int], list[int]]]:
+    """One row of data as examples (prompt ids, response ids): one for every assistant turn, through its end token.
+
+    Raises Unusable where no turn can be trained on: there is none, it is empty, its prompt fills `max_length` alone.
     """
-    messages = list(messages_of(row) or [])
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages or not messages[-1]["content"]:
-        return None
-    start = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-    full = tokenizer.apply_chat_template(messages, tokenize=False)
+    messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
+    turns, examples = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], []
+    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
+    problem = "no assistant turn"
+    for i in turns:
+        try:
+            prompt, response = encode_turn(tokenizer, messages[: i + 1], tools or None)
+        except Unusable as error:
+            problem = str(error)
+            continue
+        if len(prompt) < max_length:
+            examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
+        else:
+            problem = f"prompt of {max_length} tokens or more"
+    if not examples:
+        raise Unusable(problem)
+    return examples
+
+
+def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | None) -> tuple[list[int], list[int]]:
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn.
+
+    Few templates mark what the assistant generates: we render the chat with and without its last turn.
+    """
+    if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
+        raise Unusable("empty response")
+    try:
+        start = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
+        full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    except Exception as error:  # some templates refuse system turns, say, or two questions in a row
+        raise Unusable(f"refused by the chat template ({first_line(error)})") from None
     if not full.startswith(start):
-        raise MarsError("this chat template writes a question differently once it is answered: the answer cannot be located")
-    prompt, response = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full[len(start) :]))
+        raise Unusable("the chat template writes a question differently once it is answered")
+    prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full))
+    if whole[: len(prompt)] == prompt:
+        response = whole[len(prompt) :]
+    else:  # a token reaches over the border, but the decoder will begin at the border
+        response = tokenizer(full[len(start) :], add_special_tokens=False).input_ids
     end = closing_token(tokenizer)
     # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
-    response = response[: len(response) - response[::-1].index(end)] if end in response else response + [end]
-    response = response[: max(0, max_length - len(prompt))]  # subtle: a response that was cut has no end token
-    return (prompt, response) if response else None
+    return prompt, response[: len(response) - response[::-1].index(end)] if end in response else [*response, end]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,24 +338,25 @@ Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict[str, torch.Tensor]:
     """Examples as right-padded rows: clean stream, then noisy stream.
 
-    Returns `ids`, `positions`, `labels` and `offsets` [N, T], `mask` [N, 1, T, T]. The offset of a supervised position
-    says which prediction it is: 0 for the clean stream's (plain AR), j for the j-th mask's of a block.
+    Returns `ids`, `positions`, `labels` and `offsets` [N, T], and with masks `mask` [N, 1, T, T]. The offset of a supervised
+    position says which prediction it is: 0 for the clean stream's (plain AR), j for the j-th mask's of a block.
     """
     masks = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
     N, T = len(batch), max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, masks))
-    # subtle: padding counts on, for the model would take positions that start again at 0 for a second text in the row
     ids, positions = torch.full((N, T), mask_id), torch.arange(T).repeat(N, 1)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
-    mask = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
+    seen = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
     for n, ((prompt, response, phase), (index, start)) in enumerate(zip(batch, masks)):
         P, C, end = len(prompt), len(prompt) + len(response), len(prompt) + len(response) + len(index)
         x = torch.tensor(response)
-        ids[n, :C] = torch.tensor(prompt + response)
-        positions[n, C:end] = P + index  # subtle: a mask stands where its token stands
+        ids[n, :C] = torch.tensor([*prompt, *response])
+        positions[n, C:end], positions[n, end:] = P + index, 0  # subtle: a mask stands where its token stands
         labels[n, P - 1 : C - 1], labels[n, C:end] = x, x[index + 1]  # subtle: right shift, position p predicts token p+1
         offsets[n, C:end] = index - start + 1
-        mask[n, :end, :end] = attention_mask(P, len(response), block_size, phase, full_block)
-    return {"ids": ids, "positions": positions, "labels": labels, "offsets": offsets, "mask": mask[:, None]}
+        if block_size > 1:
+            seen[n, :end, :end] = attention_mask(P, len(response), block_size, phase, full_block)
+    rows = {"ids": ids, "positions": positions, "labels": labels, "offsets": offsets}
+    return rows | ({"mask": seen[:, None]} if block_size > 1 else {})
 
 
 def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_weight: float = 1.0,
@@ -323,8 +364,7 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its supervised tokens (Eq. 5). B = 1 is AR training.
 
     `totals` = (AR, mask) counts of supervised tokens: pass those of the whole optimiser step, over all micro-batches and
-    processes, and the gradients of the parts add up to that of the whole; by default, those of this batch. To train in
-    several processes, call this inside the forward of the module that is wrapped: it calls parts of the model alone.
+    processes, and the gradients of the parts add up to that of the whole; by default, those of this batch.
 
     Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset j, the summed
     cross-entropy, the number of right top-1 predictions and the number of predictions.
@@ -332,14 +372,14 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     rows = {name: tensor.to(model.device) for name, tensor in collate(batch, block_size, mask_id, full_block).items()}
     hidden = model.get_decoder()(
         input_ids=rows["ids"],
-        position_ids=rows["positions"],
-        # Without masks, right padding and causal attention need no mask: the fastest kernels are for that case.
-        attention_mask=for_attention(rows["mask"], model) if block_size > 1 else None,
+        # In the AR stage the model's own causal attention is right, with padding on the right: it has the fastest kernels.
+        position_ids=rows["positions"] if block_size > 1 else None,
+        attention_mask=for_attention(rows["mask"], rows["positions"], rows["positions"], model) if block_size > 1 else None,
         use_cache=False,
     ).last_hidden_state  # [N, T, hidden]
     supervised = rows["labels"] != IGNORE
     labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S], S supervised positions
-    nll, hits = token_losses(model.get_output_embeddings(), hidden[supervised], labels)  # [S], [S]
+    nll, hits = token_losses(model, hidden[supervised], labels)  # [S], [S]
     values = {"nll": nll.detach().double(), "hits": hits.double(), "count": torch.ones_like(nll).double()}
     parts = {name: torch.bincount(offsets, value, minlength=block_size + 1) for name, value in values.items()}
     ar_total, mask_total = totals or count_targets(batch, block_size, full_block)
@@ -347,28 +387,57 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     return loss, parts
 
 
-def token_losses(head, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy and top-1 hit of each position, [S] and [S], from its hidden state [S, hidden] and label [S].
 
     With 150,000 ids the logits would be the peak of memory: they are made in chunks, and made again going backward.
     """
 
     def chunk(hidden, labels):
-        logits = head(hidden).float()  # [chunk, V]
+        logits = project(model, hidden)  # [chunk, V]
         return F.cross_entropy(logits, labels, reduction="none"), logits.detach().argmax(-1) == labels
 
-    size = max(1, CHUNK // head.weight.shape[0])
+    size = max(1, CHUNK // model.config.get_text_config().vocab_size)
     if len(labels) <= size:
         return chunk(hidden, labels)
     done = [checkpoint(chunk, h, y, use_reentrant=False) for h, y in zip(hidden.split(size), labels.split(size))]
     return torch.cat([nll for nll, _ in done]), torch.cat([hit for _, hit in done])
 
 
-def for_attention(mask: torch.Tensor, model) -> torch.Tensor:
-    """A boolean mask as the model's attention wants it: sdpa takes it as it is, eager attention adds its mask."""
-    if model.config._attn_implementation == "sdpa":
-        return mask
-    return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+def project(model, hidden: torch.Tensor) -> torch.Tensor:
+    """Float32 logits [S, V] of hidden states [S, hidden]: the output layer, and the scale and soft cap of models that have them."""
+    config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
+    logits = logits * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)  # Cohere, Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def for_attention(seen: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, model) -> torch.Tensor | dict[str, torch.Tensor]:
+    """A mask [N, 1, Q, K] as the model's attention wants it, from the positions of queries [N, Q] and keys [N or 1, K].
+
+    Layers with a sliding window W see no key that is W positions back or more; a model that has them beside layers with full
+    attention takes a mask for each kind. sdpa takes boolean masks as they are, eager attention adds its mask.
+    """
+
+    def ready(mask):
+        if model.config._attn_implementation == "sdpa":
+            return mask
+        return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
+
+    kinds = layer_kinds(model)
+    if kinds == {"full_attention"}:
+        return ready(seen)
+    near = queries[:, None, :, None] - keys[:, None, None, :] < model.config.get_text_config().sliding_window
+    masks = {"full_attention": ready(seen), "sliding_attention": ready(seen & near)}
+    by_kind = getattr(model.config.get_text_config(), "layer_types", None)  # else all layers slide, and take one mask
+    return masks if by_kind else masks["sliding_attention"]
+
+
+def layer_kinds(model) -> set[str]:
+    """What kinds of attention the model's layers have: "full_attention", "sliding_attention", or others."""
+    config = model.config.get_text_config()
+    all_layers = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or [all_layers])
 
 
 def count_targets(batch: list[Example], block_size: int, full_block: bool = False) -> tuple[int, int]:
@@ -378,46 +447,110 @@ def count_targets(batch: list[Example], block_size: int, full_block: bool = Fals
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training
+# Training, in one process or in several that torchrun has started
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def visits(examples: list, block_size: int, fixed_phase: bool, seed: int) -> Iterator[Example]:
-    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1.
+def processes() -> tuple[int, int]:
+    """(rank, how many): which of the processes this is that train together, and how many they are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
+    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1; the first `start` are passed over.
 
     The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and phase are
     functions of (seed, visit, example) alone: no split of the work among batches or processes changes them.
     """
-    for visit in itertools.count():
-        for i in random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples)):
+    first, done = divmod(start, len(examples))
+    for visit in itertools.count(first):
+        order = random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples))
+        for i in order[done if visit == first else 0 :]:
             phase = 0 if fixed_phase else random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
             yield (*examples[i], phase)
 
 
-def train(model, examples: list, *, block_size: int, mask_id: int, steps: int, batch_size: int, lr: float, accumulate: int = 1,
-          ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
-    """One stage of fine-tuning, in place; block_size 1 is the AR stage. Yields a report at every step.
+class Loss(torch.nn.Module):
+    """`mars_loss` as the forward of a module, for this is what several processes wrap.
 
-    AdamW, gradient clipping at 1, 3 % linear warm-up, then cosine decay (§4.1). On CUDA the weights stay in float32 and
-    the arithmetic is autocast to bfloat16.
+    subtle: they gather weights and average gradients around the forward of the module that is wrapped. `mars_loss` calls
+    the decoder and the output layer by themselves; outside such a forward, each process would train a model of its own.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, math.ceil(0.03 * steps), steps)
-    stream = visits(examples, block_size, fixed_phase, seed)
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **options):
+        return mars_loss(self.model, *args, **options)
+
+
+class Training:
+    """One stage of fine-tuning: what must be kept to go on with it after an interruption as if there had been none.
+
+    AdamW, 3 % linear warm-up, then cosine decay (§4.1). With several processes every one has a copy of the model, or with
+    `shard` a share of weights, gradients and optimiser state, and gathers a layer's weights when it needs them.
+    """
+
+    def __init__(self, model, steps: int, lr: float, shard: bool = False):
+        self.model, self.steps, self.step, self.loss, self.shard = model, steps, 0, Loss(model), shard
+        if shard:
+            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if model.device.type == "cuda" else {}
+            layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+            for module in [*layers, self.loss]:
+                fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
+        elif processes()[1] > 1:
+            self.loss = DistributedDataParallel(self.loss, broadcast_buffers=False)
+        self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
+        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, math.ceil(0.03 * steps), steps)
+
+    def state(self) -> tuple[dict, dict]:
+        """(weights, the rest) as plain tensors in the first process's memory, however they are shared; all must call this."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        tied = self.model.all_tied_weights_keys if self.model.config.get_text_config().tie_word_embeddings else {}
+        weights = {name: w for name, w in get_model_state_dict(self.model, options=options).items() if name not in tied}
+        optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
+        return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+
+    def restore(self, rest: dict) -> None:
+        self.step = rest["step"]
+        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=StateDictOptions(full_state_dict=True))
+        self.schedule.load_state_dict(rest["schedule"])
+
+
+def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int, accumulate: int = 1, ar_weight: float = 1.0,
+          fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
+    """Run the steps of a stage that are left, in place; block_size 1 is the AR stage. Yields a report after every step.
+
+    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient, clipped at 1, does not
+    depend on how its examples are split. Weights are float32 everywhere; on CUDA the arithmetic is autocast to bfloat16.
+    """
+    model, (rank, world) = training.model, processes()
+    size = batch_size * accumulate * world
+    stream = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
     model.train()
-    for step in range(1, steps + 1):
-        batch = list(itertools.islice(stream, batch_size * accumulate))
-        totals, sums = count_targets(batch, block_size, full_block), None
-        for micro in (batch[i : i + batch_size] for i in range(0, len(batch), batch_size)):
-            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-                loss, parts = mars_loss(model, micro, block_size, mask_id, ar_weight, full_block, totals)
-            loss.backward()
-            sums = {name: parts[name] + (sums[name] if sums else 0) for name in parts}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        yield {"step": step, "lr": schedule.get_last_lr()[0], "grad_norm": norm, **sums}
+    while training.step < training.steps:
+        # Rows of like length share a forward pass, so little of it is padding. The first is the widest: if it fits, all do.
+        batch = sorted(itertools.islice(stream, size), key=lambda example: -len(example[0]) - len(example[1]))
+        mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
+        totals, sums = count_targets(batch, block_size, full_block), 0
+        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout: nothing to keep for a restart
+        for micro in mine:
+            last = micro is mine[-1]
+            with contextlib.nullcontext() if last or training.shard or world == 1 else training.loss.no_sync():
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                    loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block, totals)
+                (world * loss).backward()  # subtle: processes average their gradients, but these are parts of a sum
+            sums = sums + torch.stack(list(parts.values()))  # [3, B + 1]
+        if world > 1:
+            dist.all_reduce(sums)
+        norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.schedule.step()
+        training.step += 1
+        norm = norm.full_tensor() if training.shard else norm
+        yield {"step": training.step, "lr": training.schedule.get_last_lr()[0], "grad_norm": norm, **dict(zip(parts, sums))}
     model.eval()
 
 
@@ -427,8 +560,9 @@ def train(model, examples: list, *, block_size: int, mask_id: int, steps: int, b
 
 
 def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype to work with: CUDA in bfloat16 where there is one, else the CPU in float32."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device and dtype to work with: CUDA in bfloat16 where there is one (with torchrun, one for each process), else the
+    CPU in float32."""
+    device = torch.device(device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -449,14 +583,17 @@ def load(path: str, device: str | None = None, dtype: str | torch.dtype | None =
         raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
     if info["missing_keys"]:
         raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
-    check_supported(model)
     if not tokenizer.chat_template:
         if need_template:
             raise MarsError(f"{path} has no chat template: name an instruction-tuned model with --model")
         print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]  # then the model expects it, and templates write it
+        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + PLAIN_TEMPLATE
     tidy(model, tokenizer)
-    return model.to(device).eval(), tokenizer
+    model.to(device).eval()
+    check_supported(model)
+    check_invariant(model)
+    return model, tokenizer
 
 
 def tidy(model, tokenizer) -> None:
@@ -477,26 +614,22 @@ def tidy(model, tokenizer) -> None:
 
 
 def check_supported(model) -> None:
-    """Refuse, with the reason, what a mask of our own would silently get wrong."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    window = getattr(config, "sliding_window", None)
-    layers = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if config._attn_implementation not in ("sdpa", "eager"):
-        raise MarsError(f"{config._attn_implementation} takes no mask of ours: load the model with attn_implementation='sdpa'")
-    if layers != {"full_attention"} or model._is_stateful:
-        raise MarsError(f"{config.model_type} has sliding-window or recurrent layers: not supported")
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        raise MarsError(f"{config.model_type} has {rope['rope_type']} rope, which depends on the batch: not supported")
+    """Refuse, with the reason, what a mask or a cache of our own would silently get wrong."""
+    kind, attention = model.config.model_type, model.config._attn_implementation
+    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
+    if attention not in ("sdpa", "eager"):
+        raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
+    if others or model._is_stateful:
+        raise MarsError(f"{kind} has layers that ignore a mask ({', '.join(others) or 'recurrent'}): not supported")
 
 
 @torch.no_grad()
 def check_head(model) -> None:
-    """Refuse a model whose logits are not head(hidden): the loss projects hidden states by itself."""
+    """Refuse to train a model whose logits are not what `project` makes of its hidden states."""
     ids = torch.arange(4, device=model.device)[None]
-    ours = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    ours = project(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
     if not torch.allclose(ours, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4):
-        raise MarsError(f"{model.config.model_type} does more after its output layer than a matrix product: not supported")
+        raise MarsError(f"{model.config.model_type} does more after its output layer than scale and cap: not supported")
 
 
 def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
@@ -519,13 +652,70 @@ def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
     return tokenizer.mask_token_id
 
 
-def save(model, tokenizer, folder: Path, block_size: int, mask_id: int) -> None:
+def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None) -> None:
     """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
     model.config.mars_block_size = block_size if block_size > 1 else None
     model.config.mars_mask_token_id = mask_id if block_size > 1 else None
     tidy(model, tokenizer)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+
+
+# While a stage is trained, OUT/STAGE-N is its checkpoint after N steps: a plain folder, with the rest of the training state in
+# training.pt. The last one becomes OUT/STAGE. A folder is written under a name with a dot in front and then renamed, and
+# goes the same way, so whenever the process dies, a folder without the dot is whole.
+
+
+def checkpoints(out: Path, stage: str) -> list[Path]:
+    """The checkpoints OUT/STAGE-N of a stage, oldest first."""
+    found = {int(path.name.rpartition("-")[2]): path for path in out.glob(f"{stage}-*") if path.name.rpartition("-")[2].isdecimal()}
+    return [found[step] for step in sorted(found)]
+
+
+def discard(folder: Path) -> None:
+    hidden = folder.with_name("." + folder.name)
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block_size: int, mask_id: int, settings: dict, keep: int) -> None:
+    """Write OUT/STAGE-N and keep the last few. Raises MarsError if it cannot; what was there before is then still there."""
+    weights, rest = training.state()
+    folder, problem = out / f"{stage}-{training.step}", [None]
+    if processes()[0] == 0:
+        beside = folder.with_name("." + folder.name)
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            save(training.model, tokenizer, beside, block_size, mask_id, weights)
+            torch.save(rest, beside / "training.pt")
+            (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
+            beside.rename(folder)
+            for old in checkpoints(out, stage)[:-keep]:
+                discard(old)
+        except Exception as error:  # a full disk has many names: OSError, torch's RuntimeError, SafetensorError
+            shutil.rmtree(beside, ignore_errors=True)
+            problem = [first_line(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem)  # also: nobody goes on before the checkpoint is there
+    if problem[0]:
+        last = checkpoints(out, stage)[-1:]
+        good = f"{last[0]} is the last good checkpoint, from which --resume goes on" if last else "there is no earlier checkpoint of this stage"
+        raise MarsError(f"cannot write {folder} ({problem[0]}): {good}")
+
+
+def finish(out: Path, stage: str, keep: int) -> None:
+    """The last checkpoint becomes OUT/STAGE, and counts among those that are kept."""
+    if processes()[0] == 0:
+        *older, last = checkpoints(out, stage)
+        if (out / stage).exists():
+            discard(out / stage)
+        last.rename(out / stage)
+        (out / stage / "training.pt").unlink()
+        for old in older[: len(older) - keep + 1]:
+            discard(old)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -678,12 +868,38 @@ def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor,
         os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
     try:
         return model(
-            input_ids=torch.tensor(ids, device=model.device), position_ids=positions, attention_mask=for_attention(seen, model),
+            input_ids=torch.tensor(ids, device=model.device), position_ids=positions,
+            attention_mask=for_attention(seen, positions, torch.arange(seen.shape[-1], device=model.device)[None], model),
             cache=cache, use_cache=True, logits_to_keep=ahead,
         ).logits.float()  # fmt: skip
     finally:
         if ours:
             del os.environ["TRANSFORMERS_SDPA_FORCE_GQA"]
+
+
+@torch.inference_mode()
+def check_invariant(model) -> None:
+    """Refuse a model that takes our masks, positions or cache, and makes something else of them.
+
+    On a tiny example: what a mask predicts in training and over the cache is what it predicts at the end of the plain text.
+    """
+    text = [(7 * i + 3) % model.get_input_embeddings().num_embeddings for i in range(10)]
+    prompt, response, mask = text[:3], text[3:9], text[9]
+    plain = lambda ids: model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
+    try:
+        rows = {name: tensor.to(model.device) for name, tensor in collate([(prompt, response, 1)], 4, mask).items()}
+        positions, seen = rows["positions"], for_attention(rows["mask"], rows["positions"], rows["positions"], model)
+        trained = model(input_ids=rows["ids"], position_ids=positions, attention_mask=seen, use_cache=False).logits[0].float()
+        cache = SlotCache(1, window(model))
+        read(model, cache, [prompt], *cache.aim(0, [3], 3, 0, 0, model.device), 1)
+        decoded = read(model, cache, [[*response[:2], *[mask] * 3]], *cache.aim(0, [5], 2, 0, 3, model.device), 4)[0]
+        pairs = [(trained[:9], plain(prompt + response)), (decoded, plain(prompt + response[:2] + [mask] * 3)[-4:])]
+        index, start = (values[-1].item() for values in noisy_stream(6, 4, 1))
+        pairs.append((trained[-1], plain(prompt + response[:start] + [mask] * (index - start + 1))[-1]))
+    except Exception as error:  # whatever a model of another kind has to say
+        raise MarsError(f"{model.config.model_type} does not take our masks or cache ({first_line(error)}): not supported") from None
+    if max((a - b).abs().mean() / b.std() for a, b in pairs) > (1e-3 if model.dtype == torch.float32 else 0.1):
+        raise MarsError(f"{model.config.model_type} makes something else of our masks, positions or cache: not supported")
 
 
 @torch.inference_mode()
@@ -853,8 +1069,15 @@ def trained_block_size(model) -> int:
 
 
 def window(model) -> int:
-    """The longest sequence that the model takes, in tokens."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    """The longest sequence that the model takes, in tokens.
+
+    For longrope it is the original window: with one longer row in a batch, all its rows would get other rotations.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
+    original = [part["original_max_position_embeddings"] for part in ropes if part.get("rope_type") == "longrope"]
+    return min([getattr(config, "max_position_embeddings", None) or sys.maxsize, *original])
 
 
 def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[list[int]], list[float]]:
@@ -1040,7 +1263,7 @@ def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size
     runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples)
     for _ in tqdm(range(1 + repeats), desc="train", leave=False, disable=None):
         for B, measured in runs.items():
-            steps = train(model, examples, block_size=B, mask_id=mask_id, steps=2, batch_size=len(examples), lr=0.0)
+            steps = train(Training(model, 2, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
             next(steps)
             peak_memory(model.device, reset=True)
             _, seconds, _ = timed(model, lambda: next(steps))
@@ -1072,49 +1295,163 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def together(device: str | None) -> Iterator[None]:
+    """Join the processes that torchrun has started, if it has."""
+    if "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    chosen = pick(device)[0]
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    # One process writes the checkpoints, and the others wait for it.
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+    yield
+    dist.barrier()  # subtle: one that leaves early can abort the others
+    dist.destroy_process_group()
+
+
+SETTINGS = "model data split seed block_size max_steps epochs lr ar_weight fixed_phase full_block max_length mask_token".split()
+
+
 def train_command(args) -> None:
     toy, out = args.model == "toy", Path(args.out or f"runs/{Path(args.model).name}")
     if not toy and not args.data:
         raise MarsError("name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
     if args.block_size < 2:
         raise MarsError(f"block size {args.block_size} is out of range: it must be at least 2 (a block of 1 has no masks)")
-    rows = load_rows(args.data or "toy", args.split, args.seed)
-    if toy and args.stage != "mars":
-        model, tokenizer = toy_model(args.seed)
-        model.to(pick(args.device)[0])
-    else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
-        model, tokenizer = load(str(out / "ar") if toy else args.model, args.device, torch.float32)
-    mask_id = choose_mask_token(model, tokenizer, args.mask_token)
-    check_head(model)
-    tokenized = (encode(tokenizer, row, args.max_length) for row in tqdm(rows, desc="tokenize", leave=False, disable=None))
-    examples = [example for example in tokenized if example]
+    if args.shard and "WORLD_SIZE" not in os.environ:
+        raise MarsError("--shard shares the model among processes: start them with torchrun --nproc_per_node N mars.py train …")
+    stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
+    unfinished = [str(folder) for stage in stages for folder in checkpoints(out, stage)]
+    if unfinished and not args.resume:
+        raise MarsError(f"{unfinished[-1]} is from an earlier run: --resume goes on with it; else remove it, or name another --out")
+    args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
+    with together(args.device):
+        rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
+        settings = {name: getattr(args, name) for name in SETTINGS} | {"examples_per_step": args.batch_size * args.accumulate * processes()[1]}
+        for stage in stages:
+            kept = resumable(out, stage, settings) if args.resume else None
+            device = "cpu" if args.shard else args.device  # what is shared goes to its device when it is shared
+            if toy and stage == "ar" and not kept:
+                model, tokenizer = toy_model(args.seed)
+                model.to(pick(device)[0])
+            else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
+                model, tokenizer = load(str(kept or (out / "ar" if toy or stage != stages[0] else args.model)), device, torch.float32)
+            mask_id = choose_mask_token(model, tokenizer, args.mask_token)
+            check_head(model)
+            if not examples:
+                examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
+                print(f"{model.num_parameters():,} parameters, {model.device}, mask token {tokenizer.mask_token} = {mask_id}")
+                show_examples(tokenizer, itertools.islice(visits(examples, args.block_size, args.fixed_phase, args.seed), args.show_examples), mask_id, args)
+            if kept == out / stage:
+                print(f"{stage}: finished before → {kept}")
+            else:
+                train_stage(args, stage, out, model, tokenizer, mask_id, examples, kept, settings)
+
+
+def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
+    """All examples of the data, four bytes a token, and a line on the rows that are of no use."""
+    examples, unusable = [], collections.Counter()
+    for row in progress(rows, desc="tokenize", leave=False):
+        try:
+            examples += ((array("i", prompt), array("i", response)) for prompt, response in encode(tokenizer, row, max_length))
+        except Unusable as reason:
+            unusable[str(reason)] += 1
+    reasons = "".join(f"\n  {count:,} {reason}" for reason, count in unusable.most_common())
     if not examples:
-        raise MarsError("no row has an assistant turn that fits: look at the data, or raise --max-length")
-    print(f"{len(examples):,} examples, {len(rows) - len(examples):,} unusable rows")
-    print(f"{model.num_parameters():,} parameters, {model.device}, mask token {tokenizer.mask_token} = {mask_id}")
-    batch_size = args.batch_size or (32 if toy else 4)
-    epoch = math.ceil(len(examples) / (batch_size * args.accumulate))  # steps
-    for stage in ("ar", "mars") if args.stage == "both" else (args.stage,):
-        steps = args.max_steps or (TOY_STEPS[stage] if toy else math.ceil(args.epochs * epoch))
-        B = args.block_size if stage == "mars" else 1
-        print(f"{stage}: {steps} steps of {batch_size * args.accumulate} examples → {out / stage}")
-        reports = train(
-            model, examples, block_size=B, mask_id=mask_id, steps=steps, batch_size=batch_size, accumulate=args.accumulate,
-            lr=args.lr or (5e-3 if toy else 1e-4), ar_weight=args.ar_weight if stage == "mars" else 1.0,
-            fixed_phase=args.fixed_phase, full_block=args.full_block, seed=args.seed,
-        )  # fmt: skip
-        (out / stage).mkdir(parents=True, exist_ok=True)
-        bar = tqdm(reports, desc=stage, total=steps, unit="step", disable=None)
-        with open(out / stage / "log.jsonl", "w") as log:
-            for record in summaries(bar, args.report_every, steps):
-                losses = f"AR loss {record['ar_loss']:.3f}" + (f"  mask loss {record['mask_loss']:.3f}" if B > 1 else "")
-                right = "".join(f" {accuracy:3.0%}" for accuracy in record["mask_accuracy"])
-                speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-                bar.set_postfix_str(losses.replace("loss ", ""))
-                bar.write(f"step {record['step']:5}  {losses}  " + (f"masks right{right}  " if right else "") + speed)
-                log.write(json.dumps(record) + "\n")
-                log.flush()
-        save(model, tokenizer, out / stage, B, mask_id)
+        raise MarsError(f"no row can be trained on, for want of an assistant turn that fits:{reasons}".replace("\n ", ""))
+    print(f"{len(examples):,} examples, {unusable.total():,} unusable rows{reasons and ':'}{reasons}")
+    return examples
+
+
+def resumable(out: Path, stage: str, settings: dict) -> Path | None:
+    """The checkpoint from which --resume goes on: OUT/STAGE, which is finished, or the last OUT/STAGE-N."""
+    different = None
+    for folder in (out / stage, *reversed(checkpoints(out, stage))):
+        if (folder / "training.json").exists():
+            trained = json.loads((folder / "training.json").read_text())
+            names = [name for name in settings if trained.get(name) != settings[name]]
+            if not names:
+                return folder
+            different = f"{folder} was trained with {names[0]} {trained.get(names[0])}, not {settings[names[0]]}"
+    if different:
+        raise MarsError(f"{different}: use the same, or leave --resume out and name another --out")
+    return None
+
+
+def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, examples: Sequence, kept: Path | None, settings: dict) -> None:
+    """Train OUT/STAGE, from the checkpoint `kept` on if there is one."""
+    B, size = args.block_size if stage == "mars" else 1, settings["examples_per_step"]
+    steps = args.max_steps or (TOY_STEPS[stage] if args.model == "toy" else math.ceil(args.epochs * math.ceil(len(examples) / size)))
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    training = Training(model, steps, args.lr, args.shard)
+    if kept:
+        training.restore(torch.load(kept / "training.pt", weights_only=True, mmap=True))
+    print(f"{stage}: {steps} steps of {size} examples" + (f", from step {training.step} on" if kept else "") + f" → {out / stage}")
+    reports = train(
+        training, examples, block_size=B, mask_id=mask_id, batch_size=args.batch_size, accumulate=args.accumulate,
+        ar_weight=args.ar_weight if stage == "mars" else 1.0, fixed_phase=args.fixed_phase, full_block=args.full_block, seed=args.seed,
+    )  # fmt: skip
+    keep = lambda: write_checkpoint(training, tokenizer, out, stage, B, mask_id, settings, args.keep)
+    file = out / f"{stage}.jsonl"
+    log = [line for line in file.read_text().splitlines(True) if json.loads(line)["step"] <= training.step] if kept and file.exists() else []
+    if processes()[0] == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        for left_over in out.glob(f".{stage}*"):
+            shutil.rmtree(left_over)
+    with open(os.devnull if processes()[0] else file, "w") as file, interrupts() as caught:
+        file.writelines(log)
+        bar = progress(kept_up(reports, training, keep, args.save_every, caught), desc=stage, total=steps, initial=training.step, unit="step")
+        for record in summaries(bar, args.report_every, steps):
+            losses = f"AR loss {record['ar_loss']:.3f}" + (f"  mask loss {record['mask_loss']:.3f}" if B > 1 else "")
+            right = "".join(f" {accuracy:3.0%}" for accuracy in record["mask_accuracy"])
+            speed = f"{record['tokens_per_second']:,.0f} tokens/s"
+            bar.set_postfix_str(losses.replace("loss ", ""))
+            bar.write(f"step {record['step']:5}  {losses}  " + (f"masks right{right}  " if right else "") + speed)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+    finish(out, stage, args.keep)
+
+
+def kept_up(reports: Iterable[dict], training: Training, keep: Callable, every: int, caught: list) -> Iterator[dict]:
+    """The reports, with a checkpoint every so many steps, after the last, and before leaving when asked to stop."""
+    for report in reports:
+        stop = torch.tensor(float(len(caught)), device=training.model.device)
+        if dist.is_initialized():
+            dist.all_reduce(stop)  # all processes stop after the same step
+        if stop or training.step % every == 0 or training.step == training.steps:
+            keep()
+        yield report
+        if stop and training.step < training.steps:
+            raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: the same command with --resume goes on from there")
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[list]:
+    """Ctrl-C and the scheduler's SIGTERM are collected in a list, for the step to end in peace."""
+    caught = []
+
+    def catch(number: int, _) -> None:
+        print("\nstopping: finishing this step and saving it", file=sys.stderr) if not caught else None
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def progress(items: Iterable, **options) -> tqdm:
+    """A bar on a terminal, of the first process only."""
+    return tqdm(items, disable=True if processes()[0] else None, **options)
+
+
+def show_examples(tokenizer, examples: Iterable[Example], mask_id: int, args) -> None:
+    pass
 
 
 def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
@@ -1241,14 +1578,13 @@ def write_results(args, model, rows: list[dict], **more) -> None:
 
 def bench_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
-    rows = [row for row in load_rows(args.data, "train" if args.train else "test") if messages_of(row)][: args.limit]
+    rows = load_rows(args.data, "train" if args.train else "test")
+    rows = list(itertools.islice((row for row in rows if messages_of(row)), args.limit))
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     passes = None
     if args.train:
         mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
-        examples = [example for row in rows if (example := encode(tokenizer, row, args.max_length))]
-        if not examples:
-            raise MarsError(f"none of these {len(rows)} rows can be trained on: raise --limit or --max-length")
+        examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
         results = bench_train(model.float(), examples, B, mask_id, args.batch_sizes[0], args.repeats)
         print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
     else:
@@ -1307,13 +1643,19 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     args = parser.parse_args(argv)
-    try:
-        args.run(args)
-    except (MarsError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with open(os.devnull, "w") as nowhere:
+        first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun has started one talks
+        try:
+            with contextlib.nullcontext() if first else contextlib.redirect_stdout(nowhere):
+                args.run(args)
+        except (MarsError, OSError) as error:
+            if first or not isinstance(error, MarsError):  # which all processes have alike
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except KeyboardInterrupt as stopped:
+            if first and stopped.args:
+                print(stopped, file=sys.stderr)
+            sys.exit(130)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -1351,6 +1693,12 @@ def main(argv: list[str] | None = None) -> None:
     add("--full-block", action="store_true", help="train all B masks of a block, as the paper does; the decoder reads B-1")
     add("--seed", type=int, default=0, help="of data, weights, order and phases (default %(default)s)")
     add("--report-every", type=positive, default=50, help="optimiser steps between reports (default %(default)s)")
+    add("--save-every", type=positive, default=100, help="optimiser steps between checkpoints OUT/STAGE-N (default %(default)s)")
+    add("--keep", type=positive, default=1, help="how many checkpoints to keep (default %(default)s)")
+    add("--resume", action="store_true", help="go on with a run that was interrupted, exactly as if it had not been")
+    add("--shard", action="store_true", help="under torchrun: share weights, gradients and optimiser state among processes (FSDP)")
+    add("--gradient-checkpointing", action="store_true", help="keep no activations inside layers: less memory, about a third more time")
+    add("--show-examples", type=int, default=0, metavar="N", help="first print N examples as they are trained")
     add("--device", help="cpu, cuda, … (default: cuda where there is one)")
 
     g = commands.add_parser("generate", help="answer questions, several tokens per pass")

@@ -89,7 +89,7 @@ def test_a_hand_worked_row():
     rows = mars.collate([([7, 8], [11, 12, 13, 14, 15], 0), ([9], [21, 22], 1)], 3, MASK)
     _ = mars.IGNORE
     assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK], [9, 21, 22] + [MASK] * 7]
-    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 4, 5, 6, 7, 8, 9]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]]
     assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15], [21, 22, _, 22, _, _, _, _, _, _]]
     assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1], [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
 
@@ -100,7 +100,7 @@ def test_what_is_trained_is_what_the_decoder_runs(kind, attention):
     model, batch = tiny(kind, attn_implementation=attention), examples(5)
     rows = mars.collate(batch, B, MASK)
     with torch.no_grad():
-        mask = mars.for_attention(rows["mask"], model)
+        mask = mars.for_attention(rows["mask"], rows["positions"], rows["positions"], model)
         logits = model(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=mask).logits
         for row, (prompt, response, phase) in zip(logits, batch):
             C = len(prompt) + len(response)
@@ -165,7 +165,7 @@ def test_training_learns():
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(tiny().config)
     data = [(p, r) for p, r, _ in examples(4)]
-    reports = list(mars.train(model, data, block_size=B, mask_id=MASK, steps=30, batch_size=2, accumulate=2, lr=5e-3))
+    reports = list(mars.train(mars.Training(model, 30, 5e-3), data, block_size=B, mask_id=MASK, batch_size=2, accumulate=2))
     first, last = (report["nll"] / report["count"].clamp(min=1) for report in (reports[0], reports[-1]))
     assert (last[:B] < 0.7 * first[:B]).all() and last[B] == 0
     assert not model.training
@@ -346,7 +346,7 @@ def drafter(block_size=B):
     model = transformers.Qwen2ForCausalLM(config)
     model.config.mars_block_size, model.generation_config = block_size, tiny().generation_config
     data = [(walk[:3], walk[3:]) for walk in walks(400, 24)]
-    for _ in mars.train(model, data, block_size=block_size, mask_id=MASK, steps=150, batch_size=16, lr=1e-2):
+    for _ in mars.train(mars.Training(model, 150, 1e-2), data, block_size=block_size, mask_id=MASK, batch_size=16):
         pass
     return model
 
@@ -497,16 +497,21 @@ def test_the_response_is_found_and_ends_with_its_end_token():
     """Prompt and response are what the decoder reads and writes; a response that was cut has no end token."""
     _, tokenizer = mars.toy_model()
     row = {"question": "Ann has 9 figs.", "answer": "#### 9"}
-    prompt, response = mars.encode(tokenizer, row)
+    ((prompt, response),) = mars.encode(tokenizer, row)
     assert tokenizer.decode(prompt) == "User:\nAnn has 9 figs.<|end|>\nAssistant:\n"
     assert tokenizer.decode(response) == "#### 9<|end|>"
     assert mars.closing_token(tokenizer) == tokenizer.eos_token_id
-    assert mars.encode(tokenizer, row, len(prompt) + 2) == (prompt, response[:2])
-    assert mars.encode(tokenizer, row, len(prompt)) is None
+    assert mars.encode(tokenizer, row, len(prompt) + 2) == [(prompt, response[:2])]
+    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == [(prompt, response)]
     chat = [{"role": "user", "content": "Ann has 9 figs."}, {"role": "assistant", "content": "#### 9"}]
-    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == (prompt, response)
-    assert mars.encode(tokenizer, {"messages": chat[:1]}) is None and mars.encode(tokenizer, {"question": "", "answer": ""}) is None
-    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == (prompt, response)
+    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == [(prompt, response)]
+    for useless, length, reason in (
+        (row, len(prompt), f"prompt of {len(prompt)} tokens"), ({"messages": chat[:1]}, 99, "no assistant turn"), ({"messages": []}, 99, "no assistant turn"),
+        ({"text": "a"}, 99, "no assistant turn"), ({"question": "a", "answer": " "}, 99, "empty response"),
+        ({"messages": [chat[0], {"role": "assistant", "content": None}]}, 99, "empty response"), ({"messages": [{"content": "?"}, chat[1]]}, 99, "refused"),
+    ):  # fmt: skip
+        with pytest.raises(mars.Unusable, match=reason):
+            mars.encode(tokenizer, useless, length)
 
 
 def test_the_mask_token_takes_a_row_that_is_there():
@@ -567,18 +572,9 @@ def test_models_that_would_be_silently_wrong_are_refused():
         with pytest.raises(mars.MarsError, match="window is 256"):
             mars.generate(tiny(), [prompt], 3, 1.0)
     small = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    rope = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=64)
-    for config, model in (
-        (transformers.MistralConfig(**small, sliding_window=8), transformers.MistralForCausalLM),
-        (transformers.LlamaConfig(**small, rope_parameters=rope), transformers.LlamaForCausalLM),
-        (transformers.LlamaConfig(**small, attn_implementation="flex_attention"), transformers.LlamaForCausalLM),
-    ):
-        with pytest.raises(mars.MarsError, match="not supported|takes no mask"):
-            mars.check_supported(model(config))
-    mars.check_head(tiny())
-    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**small, head_dim=8, final_logit_softcapping=0.5))
-    with pytest.raises(mars.MarsError, match="after its output layer"):
-        mars.check_head(capped)
+    flex = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, attn_implementation="flex_attention"))
+    with pytest.raises(mars.MarsError, match="takes no mask"):
+        mars.check_supported(flex)
 
 
 @pytest.fixture(scope="module")
@@ -624,7 +620,7 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
     out = tmp_path / "out"
     mars.main(f"train --model {checkpoint} --data {data} --out {out} --max-steps 4 --batch-size 2 --report-every 2".split())
     for stage in ("ar", "mars"):
-        log = [json.loads(line) for line in (out / stage / "log.jsonl").read_text().splitlines()]
+        log = [json.loads(line) for line in (out / f"{stage}.jsonl").read_text().splitlines()]
         assert [record["step"] for record in log] == [1, 2, 4] and len(log[0]["mask_accuracy"]) == (B - 1) * (stage == "mars")
     assert [mars.trained_block_size(mars.load(str(out / stage))[0]) for stage in ("ar", "mars")] == [1, B]
     result = tmp_path / "r.json"
