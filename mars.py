@@ -500,7 +500,7 @@ class Training:
             for module in [*layers, self.loss]:
                 fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
         elif processes()[1] > 1:
-            self.loss = DistributedDataParallel(self.loss, broadcast_buffers=False)
+            self.loss = DistributedDataParallel(self.loss, forward_sync_buffers=False)
         self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
         self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, math.ceil(0.03 * steps), steps)
 
@@ -620,7 +620,7 @@ def check_supported(model) -> None:
     if attention not in ("sdpa", "eager"):
         raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
     if others or model._is_stateful:
-        raise MarsError(f"{kind} has layers that ignore a mask ({', '.join(others) or 'recurrent'}): not supported")
+        raise MarsError(f"{kind} has layers for which our masks are not right ({', '.join(others) or 'recurrent'}): not supported")
 
 
 @torch.no_grad()
@@ -896,9 +896,10 @@ def check_invariant(model) -> None:
         pairs = [(trained[:9], plain(prompt + response)), (decoded, plain(prompt + response[:2] + [mask] * 3)[-4:])]
         index, start = (values[-1].item() for values in noisy_stream(6, 4, 1))
         pairs.append((trained[-1], plain(prompt + response[:start] + [mask] * (index - start + 1))[-1]))
-    except Exception as error:  # whatever a model of another kind has to say
-        raise MarsError(f"{model.config.model_type} does not take our masks or cache ({first_line(error)}): not supported") from None
-    if max((a - b).abs().mean() / b.std() for a, b in pairs) > (1e-3 if model.dtype == torch.float32 else 0.1):
+        error = max((ours - theirs).abs().mean() / theirs.std() for ours, theirs in pairs)
+    except Exception as problem:  # whatever a model of another kind has to say
+        raise MarsError(f"{model.config.model_type} does not take our masks or cache ({first_line(problem)}): not supported") from None
+    if error > (1e-3 if model.dtype == torch.float32 else 0.1):
         raise MarsError(f"{model.config.model_type} makes something else of our masks, positions or cache: not supported")
 
 
@@ -1297,8 +1298,8 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
 
 @contextlib.contextmanager
 def together(device: str | None) -> Iterator[None]:
-    """Join the processes that torchrun has started, if it has."""
-    if "WORLD_SIZE" not in os.environ:
+    """Join the processes that torchrun has started, if it has and they are not together yet."""
+    if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return
     chosen = pick(device)[0]
@@ -1343,7 +1344,8 @@ def train_command(args) -> None:
             if not examples:
                 examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
                 print(f"{model.num_parameters():,} parameters, {model.device}, mask token {tokenizer.mask_token} = {mask_id}")
-                show_examples(tokenizer, itertools.islice(visits(examples, args.block_size, args.fixed_phase, args.seed), args.show_examples), mask_id, args)
+                first = itertools.islice(visits(examples, args.block_size, args.fixed_phase, args.seed), args.show_examples)
+                show_examples(tokenizer, first, args.block_size, mask_id, args.full_block)
             if kept == out / stage:
                 print(f"{stage}: finished before → {kept}")
             else:
@@ -1418,12 +1420,12 @@ def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, exa
 def kept_up(reports: Iterable[dict], training: Training, keep: Callable, every: int, caught: list) -> Iterator[dict]:
     """The reports, with a checkpoint every so many steps, after the last, and before leaving when asked to stop."""
     for report in reports:
+        yield report  # first, so that it is in the log
         stop = torch.tensor(float(len(caught)), device=training.model.device)
         if dist.is_initialized():
             dist.all_reduce(stop)  # all processes stop after the same step
         if stop or training.step % every == 0 or training.step == training.steps:
             keep()
-        yield report
         if stop and training.step < training.steps:
             raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: the same command with --resume goes on from there")
 
@@ -1450,8 +1452,39 @@ def progress(items: Iterable, **options) -> tqdm:
     return tqdm(items, disable=True if processes()[0] else None, **options)
 
 
-def show_examples(tokenizer, examples: Iterable[Example], mask_id: int, args) -> None:
-    pass
+SHADES, GREY = ("48;5;24", "48;5;22", "48;5;53"), "48;5;238"  # backgrounds: of successive passes or blocks blue, green, purple
+
+
+def paint(text: str, background: str) -> str:
+    """Text on a coloured background; line ends stay outside, or the whole line would be coloured."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return "\n".join(f"\x1b[38;5;231;{background}m{part}\x1b[0m" if part else "" for part in text.split("\n"))
+
+
+def show_examples(tokenizer, examples: Iterable[Example], block_size: int, mask_id: int, full_block: bool) -> None:
+    """Print examples as they are trained: what stands in each place of the text, from the last prompt token on, what it learns
+    to predict, and what a mask sees: `x<4` means the prompt, x_0 … x_3, and the masks of its colour up to itself."""
+    name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t", "→") or "∅"
+    for number, (prompt, response, phase) in enumerate(examples, 1):
+        rows = collate([(prompt, response, phase)], block_size, mask_id, full_block)
+        (ids, positions, labels, _, seen), P, C = (tensor[0] for tensor in rows.values()), len(prompt), len(prompt) + len(response)
+        print(f"\nexample {number}: {P} prompt tokens, {C - P} response tokens, blocks of {block_size} with phase {phase}\n" + tokenizer.decode(prompt))
+        table = [["clean", "learns", "noisy", "learns", "sees"]]
+        table += [[name(ids[p]), name(labels[p]) if labels[p] != IGNORE else "", "", "", ""] for p in range(P - 1, C)]
+        for m in range(C, len(ids)):
+            table[positions[m] - P + 2][2:] = ["M", name(labels[m]), f"x<{seen[0, m, P:C].sum()}"]
+        blocks = list(dict.fromkeys(column[4] for column in table[1:] if column[4]))
+        colours = {block: SHADES[i % len(SHADES)] for i, block in enumerate(blocks)}
+        widths, done = [max(map(len, column)) for column in table], 1
+        while done < len(table):
+            room, columns = shutil.get_terminal_size().columns - widths[0], [0]
+            while done < len(table) and (len(columns) == 1 or room >= widths[done] + 2):
+                room, columns, done = room - widths[done] - 2, [*columns, done], done + 1
+            for line in range(5):
+                cells = [(table[i][line].ljust(widths[i]), GREY if line == 1 and i else line > 1 and colours.get(table[i][4])) for i in columns]
+                print("  ".join(paint(cell, colour) if colour and cell.strip() else cell for cell, colour in cells).rstrip())
+            print()
 
 
 def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
@@ -1474,17 +1507,6 @@ def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]
         parts, start = [], time.perf_counter()
 
 
-SHADES = ("48;5;24", "48;5;22", "48;5;53")  # backgrounds of successive passes: blue, green, purple
-
-
-def shade(text: str, step: int) -> str:
-    """Text on the background of its pass; line ends stay outside, or the whole line would be coloured."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return text
-    on = f"\x1b[38;5;231;{SHADES[step % len(SHADES)]}m"
-    return "\n".join(f"{on}{part}\x1b[0m" if part else "" for part in text.split("\n"))
-
-
 def answer(model, tokenizer, question: str, threshold: float | None, args) -> dict:
     """Print the answer to one question as it is decoded, a shade for each pass, and what it took. No threshold: lossless."""
     prompt = chat_ids(tokenizer, [{"role": "user", "content": question}])
@@ -1493,7 +1515,7 @@ def answer(model, tokenizer, question: str, threshold: float | None, args) -> di
     for _, tokens in stream(model, [prompt], args.max_new_tokens, threshold, **options):
         out.tokens, out.steps = out.tokens + tokens, out.steps + [len(tokens)]
         text = tokenizer.decode(out.tokens, skip_special_tokens=True).rstrip("\ufffd")  # half a character can wait
-        print(shade(text[len(shown) :], len(out.steps)), end="", flush=True)
+        print(paint(text[len(shown) :], SHADES[len(out.steps) % len(SHADES)]), end="", flush=True)
         shown = text
     seconds, n, passes = time.perf_counter() - start, len(out.tokens), len(out.steps)
     print(flush=True)
@@ -1649,8 +1671,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
             with contextlib.nullcontext() if first else contextlib.redirect_stdout(nowhere):
                 args.run(args)
         except (MarsError, OSError) as error:
-            if first or not isinstance(error, MarsError):  # which all processes have alike
-                print(f"error: {error}", file=sys.stderr)
+            print("error: " + ("" if first else f"process {os.environ['RANK']}: ") + str(error), file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             if first and stopped.args:

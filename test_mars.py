@@ -1,14 +1,21 @@
 """The method, one sentence a test. Tiny random models, float32, CPU, no downloads: `python -m pytest -q`."""
 
 import argparse
+import copy
 import functools
 import gzip
 import json
 import math
+import multiprocessing
+import os
 import random
 import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,18 +33,24 @@ torch.set_num_threads(1)  # the models are so small that a second thread only wa
 B, V, MASK, ENDS = 4, 61, 60, {1, 13}
 
 
+SLIDING = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+KINDS = {  # what is special about the kinds of models that are tried
+    "qwen2": {}, "llama": {}, "qwen2 sliding": SLIDING | dict(use_sliding_window=True), "qwen3": dict(tie_word_embeddings=False), "mistral": dict(sliding_window=7),
+    "gemma": dict(head_dim=8), "gemma2": SLIDING | dict(head_dim=8, final_logit_softcapping=3.0, attn_logit_softcapping=5.0),
+    "gemma3_text": SLIDING | dict(head_dim=8), "phi": dict(resid_pdrop=0.1), "smollm3": {}, "gpt_neox": {}, "cohere": dict(logit_scale=0.3), "granite": dict(logits_scaling=3.0),
+    "phi3": dict(original_max_position_embeddings=80, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4)),
+}  # fmt: skip
+
+
 @functools.cache
 def tiny(kind="qwen2", **options):
     """A random model with weights so large that it is sure of some tokens and unsure of others."""
-    config, model = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[kind]
     torch.manual_seed(0)
     sizes = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.5, tie_word_embeddings=True)
     sizes |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    model = model(config(**sizes | options)).eval()
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind.split()[0], **sizes | KINDS[kind] | options)).eval()
     model.config.mars_block_size, model.config.mars_mask_token_id = B, MASK
     model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ENDS), pad_token_id=0, suppress_tokens=[MASK])
     return model
@@ -94,7 +107,7 @@ def test_a_hand_worked_row():
     assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1], [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("kind, attention", [("qwen2", "sdpa"), ("llama", "sdpa"), ("llama", "eager")])
+@pytest.mark.parametrize("kind, attention", [*((kind, None) for kind in KINDS), ("llama", "eager"), ("qwen2 sliding", "eager")])
 def test_what_is_trained_is_what_the_decoder_runs(kind, attention):
     """The logits of mask m of block k are those of a causal forward over prompt + x[:s_k] + m+1 masks, at its end."""
     model, batch = tiny(kind, attn_implementation=attention), examples(5)
@@ -171,6 +184,187 @@ def test_training_learns():
     assert not model.training
 
 
+def five_steps(block_size=B, batch_size=8, accumulate=1, shard=False, **options):
+    """The gradient of the first step and the losses of five, on rows of very unequal length."""
+    model = copy.deepcopy(tiny())
+    data = [(prompt * (1 + 5 * (i % 3)), response * (1 + i % 4)) for i, (prompt, response, _) in enumerate(examples(20))]
+    training, gradients = mars.Training(model, 5, 1e-2, shard), []
+    whole = lambda x: x.full_tensor() if shard else x
+    hook = lambda *_: gradients.append(torch.cat([whole(p.grad).flatten() for p in training.loss.parameters()]))
+    training.optimizer.register_step_pre_hook(hook)
+    reports = mars.train(training, data, block_size=block_size, mask_id=MASK, batch_size=batch_size, accumulate=accumulate, **options)
+    losses = torch.stack([report["nll"] / report["count"].clamp(min=1) for report in reports])
+    return gradients[0], losses
+
+
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory, checkpoint):
+    """What `worker` at the end of this file has found."""
+    folder = tmp_path_factory.mktemp("two")
+    train_chats(checkpoint, folder, "--batch-size 4 --out {tmp}/one")
+    train_chats(checkpoint, folder, "--batch-size 4 --max-steps 20 --out {tmp}/whole")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(folder), checkpoint]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return folder
+
+
+WAYS = {"two micro-batches": (4, 2), "eight micro-batches": (1, 8)}
+WAYS_OF_TWO = {"two processes": (4, 1, False), "two processes, micro-batches": (2, 2, False), "sharded": (4, 1, True), "sharded, micro-batches": (2, 2, True)}
+
+
+@pytest.mark.parametrize("way", [*WAYS, *WAYS_OF_TWO])
+@pytest.mark.parametrize("block_size", [1, B])
+def test_the_same_gradient_however_a_step_is_split(way, block_size, in_two_processes):
+    """One batch of 8, micro-batches, processes, shards: the same gradient to 1e-5, and the same losses over five steps to 1e-4."""
+    gradient, losses = five_steps(block_size)
+    if way in WAYS:
+        split_gradient, split_losses = five_steps(block_size, *WAYS[way])
+    else:
+        split_gradient, split_losses = torch.load(in_two_processes / f"{way}-{block_size}.pt")
+    assert gradient.norm() == pytest.approx(1, rel=1e-3)  # clipped
+    torch.testing.assert_close(split_gradient, gradient, atol=1e-5, rtol=0)
+    torch.testing.assert_close(split_losses, losses, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(losses[0], losses[-1], rtol=0.1)
+
+
+def test_two_processes_write_the_checkpoint_of_one(in_two_processes):
+    """`torchrun mars.py train`, sharded or not, leaves a plain folder with the weights that one process would have trained."""
+    weights = lambda name: list(AutoModelForCausalLM.from_pretrained(in_two_processes / name / "mars").parameters())
+    losses = lambda name: [json.loads(line)["mask_loss"] for line in (in_two_processes / f"{name}/mars.jsonl").read_text().splitlines()]
+    for name in ("copies", "shards"):
+        assert mars.load(str(in_two_processes / name / "mars"), "cpu")[0].config.mars_block_size == B
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights("one"), weights(name), strict=True))
+        assert losses(name) == pytest.approx(losses("one"), rel=1e-4)
+
+
+def test_a_run_may_be_resumed_by_another_number_of_processes(in_two_processes, checkpoint):
+    """Two processes with a share of the state each leave after 10 steps what one can go on with."""
+    train_chats(checkpoint, in_two_processes, "--batch-size 4 --max-steps 20 --save-every 10 --resume --out {tmp}/half")
+    whole, half = (AutoModelForCausalLM.from_pretrained(in_two_processes / name / "mars").parameters() for name in ("whole", "half"))
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, half, strict=True))
+
+
+def train_chats(model, tmp_path, options):
+    """The train command on 30 toy problems, some of them much longer; by default ten steps of stage mars."""
+    if not (data := tmp_path / "chats.jsonl").exists():
+        rows = [{"question": row["question"] * (1 + i % 3), "answer": row["answer"]} for i, row in enumerate(mars.toy_rows("train", 60)[::2])]
+        data.write_text("\n".join(map(json.dumps, rows)))
+    options = f"--data {data} --stage mars --max-steps 10 --batch-size 2 --report-every 2 --lr 1e-3 " + options.format(tmp=tmp_path)
+    mars.main(["train", "--model", model, *options.split()])
+
+
+def state_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "training.json"}
+
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory):
+    """A checkpoint that draws random numbers when it is trained."""
+    folder = tmp_path_factory.mktemp("phi")
+    _, tokenizer = mars.toy_model()
+    mars.save(tiny("phi", vocab_size=len(tokenizer), resid_pdrop=0.2, initializer_range=0.02), tokenizer, folder, 1, tokenizer.mask_token_id)
+    return str(folder)
+
+
+def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(dropping, tmp_path, monkeypatch, capsys):
+    """Weights, optimiser, schedule, data order and random numbers go on exactly: after a crash, and after Ctrl-C."""
+    options = "--max-steps 20 --save-every 5 --stage both --keep 2 --out {tmp}/"
+    train_chats(dropping, tmp_path, options + "whole")
+    write = mars.write_checkpoint
+
+    def interrupted(training, tokenizer, out, stage, *rest):
+        write(training, tokenizer, out, stage, *rest)
+        if (stage, training.step) == ("mars", 10):
+            raise RuntimeError("power cut")
+
+    monkeypatch.setattr(mars, "write_checkpoint", interrupted)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train_chats(dropping, tmp_path, options + "parts")
+    monkeypatch.undo()
+    with pytest.raises(SystemExit):  # one must say whether to go on or to begin anew
+        train_chats(dropping, tmp_path, options + "parts")
+    assert "--resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_chats(dropping, tmp_path, options + "parts --resume --lr 0.5")
+    assert "trained with lr 0.001, not 0.5" in capsys.readouterr().err
+    train_chats(dropping, tmp_path, options + "parts --resume")
+    assert "ar: finished before" in capsys.readouterr().out
+
+    def impatient(reports, *rest):
+        for record in summaries(reports, *rest):
+            yield record
+            if record["step"] == 12:
+                signal.raise_signal(signal.SIGINT)
+
+    summaries = mars.summaries
+    monkeypatch.setattr(mars, "summaries", impatient)
+    with pytest.raises(SystemExit) as stop:
+        train_chats(dropping, tmp_path, options + "stopped")
+    assert stop.value.code == 130 and "stopped after step 12" in capsys.readouterr().err and (tmp_path / "stopped/ar-12").exists()
+    with pytest.raises(SystemExit):
+        train_chats(dropping, tmp_path, options + "stopped --resume")
+    monkeypatch.undo()
+    train_chats(dropping, tmp_path, options + "stopped --resume")
+    for out in ("parts", "stopped"):
+        for stage in ("ar", "mars"):
+            assert state_of(tmp_path / out / stage) == state_of(tmp_path / "whole" / stage)
+            steps = [json.loads(line)["step"] for line in (tmp_path / out / f"{stage}.jsonl").read_text().splitlines()]
+            assert steps == [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["ar", "ar-15", "ar.jsonl", "mars", "mars-15", "mars.jsonl"]
+    assert not any(torch.equal(a, b) for a, b in zip(*(mars.load(str(tmp_path / "whole" / stage))[0].parameters() for stage in ("ar", "mars"))) if a.ndim > 1)
+
+
+def test_whenever_it_is_killed_it_can_be_resumed(dropping, tmp_path):
+    """SIGKILL at 20 random moments, also while it writes: what it leaves can be loaded, and the end is that of an undisturbed run."""
+    options, killed = "--max-steps 40 --save-every 1 --keep 2 --out {tmp}/", tmp_path / "killed"
+    train_chats(dropping, tmp_path, options + "whole")
+    context, rng, kills, left, ended = multiprocessing.get_context("forkserver"), random.Random(0), 0, set(), False
+    context.set_forkserver_preload(["test_mars"])
+    while kills < 20 or not ended:
+        if ended:  # so soon? then the same again
+            shutil.rmtree(killed)
+        before = mars.checkpoints(killed, "mars")
+        child = context.Process(target=train_chats, args=(dropping, tmp_path, options + "killed --resume"))
+        child.start()
+        while child.is_alive() and mars.checkpoints(killed, "mars") == before:
+            time.sleep(0.001)  # until it has got somewhere
+        child.join(rng.uniform(0, 0.1) if kills < 20 else None)
+        child.kill()
+        child.join()
+        left |= {path.name for path in killed.iterdir()}
+        last = (mars.checkpoints(killed, "mars") or [killed / "mars"])[-1]
+        assert AutoModelForCausalLM.from_pretrained(last)
+        ended = child.exitcode == 0
+        if ended:
+            assert state_of(killed / "mars") == state_of(tmp_path / "whole/mars") and not list(killed.glob(".*"))
+        else:
+            assert child.exitcode == -signal.SIGKILL
+            kills += 1
+    assert any(name.startswith(".") for name in left), "some should die while they write"
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(dropping, tmp_path, capsys):
+    """What could not be written whole is not there, and what was there still is."""
+    options = "--max-steps 4 --save-every 2 --out {tmp}/out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room, last in ((10_000, "there is no earlier"), (60_000, "there is no earlier"), (limits[0], "mars-2 is the last good")):
+        with pytest.MonkeyPatch.context() as patch:
+            if room == limits[0]:
+                write = torch.save
+                full = lambda rest, file: write(rest, file if rest["step"] == 2 else "/dev/full")
+                patch.setattr(torch, "save", full)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            with pytest.raises(SystemExit) as stop:
+                train_chats(dropping, tmp_path, options)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and "error: cannot write" in error and last in error and error.count("\n") == 1
+        assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["mars-2"] * (room == limits[0])
+    train_chats(dropping, tmp_path, options + " --resume")
+    assert mars.load(str(tmp_path / "out/mars"))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,6 +389,27 @@ def test_the_fast_decoder_is_the_naive_one(kind, attention, batch_size):
         check(model, texts, outs, threshold, 70)
         seen |= {out.stop for out in outs} | {n for out in outs for n in out.steps}
     assert seen == {"eos", "length", 1, 2, 3, 4}, "ends and acceptance should vary"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_usual_kind_of_model_is_trained_and_decoded(kind):
+    """After a training step: τ = 1 is Hugging Face's greedy output, cached equals uncached, and lossless equals AR."""
+    model, texts = copy.deepcopy(tiny(kind)), prompts(8, seed=2)
+    mars.check_supported(model), mars.check_invariant(model), mars.check_head(model)
+    before = copy.deepcopy(model)
+    data = [(p, r) for p, r, _ in examples(4)]
+    *_, report = mars.train(mars.Training(model, 2, 1e-3), data, block_size=B, mask_id=MASK, batch_size=4)  # the first only warms up
+    assert 0 < report["grad_norm"] < math.inf
+    assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters()))
+    greedy = mars.hf_generate(model, texts, 40, 1)
+    assert mars.generate(model, texts, 40, 1.0, batch_size=5) == greedy and len({tuple(out.tokens) for out in greedy}) > 4
+    lengths = set()
+    for threshold in (0.3, 0.1, 0.03):  # soft caps and scales make a model less sure
+        outs = mars.generate(model, texts, 40, threshold, batch_size=5)
+        check(model, texts, outs, threshold, 40)
+        lengths |= {n for out in outs for n in out.steps}
+    assert {1, B} <= lengths
+    assert [out.tokens for out in mars.generate(model, texts, 40, lossless=True, batch_size=5)] == [out.tokens for out in greedy]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
@@ -514,26 +729,37 @@ def test_the_response_is_found_and_ends_with_its_end_token():
             mars.encode(tokenizer, useless, length)
 
 
-def test_the_mask_token_takes_a_row_that_is_there():
-    """The tokenizer's own mask token, else a spare row, else an unused special token by name, else an error."""
+@pytest.mark.parametrize("spare, own, name, token", [
+    (0, True, None, "<|mask|>"),  # the tokenizer's own
+    (0, True, "<|mask|>", "<|mask|>"),  # the same by name
+    (3, False, None, "<|mask|>"),  # a new name on a row that no token uses (Qwen2.5)
+    (3, False, "<|new|>", "<|new|>"),
+    (3, True, "<|new|>", "<|new|>"),  # a name goes before the tokenizer's own
+    (0, False, "<|spare|>", "<|spare|>"),  # an unused special token by name (SmolLM2)
+    (0, False, None, None), (0, False, "Ann", None), (3, False, "Ann", None), (0, False, "<|end|>", None), (0, False, "<|new|>", None),
+])  # fmt: skip
+def test_the_mask_token_takes_a_row_that_is_there(spare, own, name, token, tmp_path):
+    """The tokenizer's own mask token, else a spare row, else an unused special token by name, else an error with the candidates."""
     model, tokenizer = mars.toy_model()
-    rows = model.get_input_embeddings().num_embeddings
-    assert mars.choose_mask_token(model, tokenizer) == tokenizer.convert_tokens_to_ids("<|mask|>")
-
-    def without_mask():
-        _, tokenizer = mars.toy_model()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|spare|>"]})
+    if not own:  # an unused special token like any other
         tokenizer.mask_token = None
-        return tokenizer
-
-    with pytest.raises(mars.MarsError, match=re.escape("<|mask|>")):  # no row to spare: the candidates are named
-        mars.choose_mask_token(model, without_mask())
-    with pytest.raises(mars.MarsError, match="--mask-token"):
-        mars.choose_mask_token(model, without_mask(), "Ann")
-    assert mars.choose_mask_token(model, without_mask(), "<|mask|>") == tokenizer.mask_token_id
-    model.resize_token_embeddings(rows + 3)  # as Qwen2.5: more rows than names
-    tokenizer = without_mask()
-    assert mars.choose_mask_token(model, tokenizer, "<|new|>") == rows and tokenizer.mask_token == "<|new|>"
-    assert model.get_input_embeddings().num_embeddings == rows + 3
+    model.resize_token_embeddings(len(tokenizer) + spare)
+    rows = model.get_input_embeddings().num_embeddings
+    if token is None:
+        with pytest.raises(mars.MarsError, match="--mask-token") as error:
+            mars.choose_mask_token(model, tokenizer, name)
+        assert "<|spare|>" in str(error.value) and "<|end|>," not in str(error.value)
+        return
+    mask_id = mars.choose_mask_token(model, tokenizer, name)
+    assert tokenizer.convert_ids_to_tokens(mask_id) == tokenizer.mask_token == token and mask_id < rows
+    assert mask_id not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    mars.save(model, tokenizer, tmp_path, B, mask_id)
+    loaded, again = mars.load(str(tmp_path), "cpu")
+    assert loaded.get_input_embeddings().num_embeddings == loaded.config.vocab_size == rows, "never a row more or less"
+    assert loaded.config.mars_mask_token_id == again.mask_token_id == mask_id == mars.choose_mask_token(loaded, again, name)
+    assert loaded.generation_config.suppress_tokens == [mask_id]
+    assert mask_id not in AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[5, 6]]), max_new_tokens=20)[0]
 
 
 def test_a_checkpoint_carries_what_decoding_needs(tmp_path):
@@ -572,9 +798,34 @@ def test_models_that_would_be_silently_wrong_are_refused():
         with pytest.raises(mars.MarsError, match="window is 256"):
             mars.generate(tiny(), [prompt], 3, 1.0)
     small = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    flex = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, attn_implementation="flex_attention"))
-    with pytest.raises(mars.MarsError, match="takes no mask"):
-        mars.check_supported(flex)
+    small |= dict(max_position_embeddings=64)
+    make = lambda kind, **more: AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **small | more)).eval()
+    for model in (make("llama", attn_implementation="flex_attention"), make("mamba"), make("qwen3_next", head_dim=8), make("llama4_text", head_dim=8)):
+        with pytest.raises(mars.MarsError, match="takes no mask|not supported"):
+            mars.check_supported(model)
+    for kind in ("bloom", "opt"):  # they count on their own cache, and on masks of two dimensions
+        with pytest.raises(mars.MarsError, match="does not take"):
+            mars.check_invariant(make(kind))
+    mars.check_head(tiny())
+    bent = tiny("gemma2")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(mars.MarsError, match="after its output layer"):
+        patch.setattr(mars, "project", lambda model, hidden: model.get_output_embeddings()(hidden))  # no soft cap
+        mars.check_head(bent)
+    for ignored in ("attention_mask", "position_ids", "logits_to_keep"):
+        deaf = copy.deepcopy(tiny())
+        deaf.register_forward_pre_hook(lambda _, args, kw: (args, {k: v for k, v in kw.items() if k != ignored}), with_kwargs=True)
+        with pytest.raises(mars.MarsError, match="something else|does not take"):
+            mars.check_invariant(deaf)
+
+
+def test_rope_that_depends_on_the_longest_row_stays_within_its_original_window():
+    """longrope changes all rotations when one row of the batch grows beyond the original window: no row may."""
+    model = tiny("phi3")
+    assert mars.window(model) == 80 and mars.window(tiny()) == 256
+    (out,) = mars.generate(model, [[5] * 56], 99, 0.3)
+    assert len(out.tokens) <= 24
+    outs = mars.generate(model, [[7] * 76, [5, 6], [9] * 79], 61, 0.3)
+    check(model, [[5, 6]], outs[1:2], 0.3, 61)
 
 
 @pytest.fixture(scope="module")
@@ -884,3 +1135,28 @@ def test_policies_under_load(checkpoint, tmp_path, capsys, monkeypatch):
         args = argparse.Namespace(max_new_tokens=6, batch_size=3)
         latencies, outs, _ = evaluation.serve(model, texts, [0.01 * i for i in range(8)], policy, args)
         assert outs == alone and min(latencies) > 0
+
+
+def worker(folder: Path, checkpoint: str) -> None:
+    """One of two processes that torchrun has started: what they find goes to the folder."""
+    for name, more in (("copies", ""), ("shards", "--shard --gradient-checkpointing")):
+        train_chats(checkpoint, folder, f"--out {folder}/{name} {more}")
+    write = mars.write_checkpoint
+
+    def interrupted(*args):
+        write(*args)
+        raise RuntimeError("power cut")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="power cut"):
+        patch.setattr(mars, "write_checkpoint", interrupted)
+        train_chats(checkpoint, folder, f"--out {folder}/half --max-steps 20 --save-every 10 --shard")
+    for way, (batch_size, accumulate, shard) in WAYS_OF_TWO.items():
+        for block_size in (1, B):
+            found = five_steps(block_size, batch_size, accumulate, shard)
+            if mars.processes()[0] == 0:
+                torch.save(found, folder / f"{way}-{block_size}.pt")
+
+
+if __name__ == "__main__":
+    with mars.together("cpu"):
+        worker(Path(sys.argv[1]), sys.argv[2])
