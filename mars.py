@@ -192,7 +192,7 @@ def read_rows(data: str, split: str) -> Sequence[dict]:
         try:
             rows = load_dataset(*data.split(":"), split=split)  # stays on disk: rows are read as they are asked for
         except Exception as error:  # whatever the hub, the network or the data set's own files have to say
-            raise MarsError(f"cannot load the data set {data}: {first_line(error)}") from None
+            raise MarsError(f"cannot load the data set {data}: {first_line(error.__cause__ or error)}") from None
     if not rows:
         raise MarsError(f"{data} is empty")
     return rows
@@ -229,31 +229,26 @@ def closing_token(tokenizer) -> int:
 
 
 class Unusable(Exception):
-    """Why there is nothing to learn from a row of data."""
+    """Why there is nothing to learn from an assistant's turn."""
 
 
-def encode(tokenizer, row: dict, max_length: int = 512) -> list[tuple[list[int], list[int]]]:
-    """One row of data as examples (prompt ids, response ids): one for every assistant turn, through its end token.
+def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
+    """One row of data as examples (prompt ids, response ids), one for every assistant turn, through its end token.
 
-    Raises Unusable where no turn can be trained on: there is none, it is empty, its prompt fills `max_length` alone.
+    Also returns what is wrong with turns that cannot be trained on: they are empty, say, or their prompt fills `max_length`.
     """
     messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
-    turns, examples = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], []
     tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
-    problem = "no assistant turn"
+    turns, examples, problems = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], [], []
     for i in turns:
         try:
             prompt, response = encode_turn(tokenizer, messages[: i + 1], tools or None)
-        except Unusable as error:
-            problem = str(error)
-            continue
-        if len(prompt) < max_length:
+            if len(prompt) >= max_length:
+                raise Unusable(f"prompt of {max_length} tokens or more")
             examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
-        else:
-            problem = f"prompt of {max_length} tokens or more"
-    if not examples:
-        raise Unusable(problem)
-    return examples
+        except Unusable as problem:
+            problems.append(str(problem))
+    return examples, problems if turns else ["no assistant turn"]
 
 
 def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | None) -> tuple[list[int], list[int]]:
@@ -1353,17 +1348,17 @@ def train_command(args) -> None:
 
 
 def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
-    """All examples of the data, four bytes a token, and a line on the rows that are of no use."""
-    examples, unusable = [], collections.Counter()
+    """All examples of the data, four bytes a token; prints how many there are, and what could not be used."""
+    examples, problems, unusable = [], collections.Counter(), 0
     for row in progress(rows, desc="tokenize", leave=False):
-        try:
-            examples += ((array("i", prompt), array("i", response)) for prompt, response in encode(tokenizer, row, max_length))
-        except Unusable as reason:
-            unusable[str(reason)] += 1
-    reasons = "".join(f"\n  {count:,} {reason}" for reason, count in unusable.most_common())
+        found, wrong = encode(tokenizer, row, max_length)
+        examples += ((array("i", prompt), array("i", response)) for prompt, response in found)
+        problems.update(wrong)
+        unusable += not found
+    reasons = "".join(f"\n  {count:,} × {problem}" for problem, count in problems.most_common(9))
     if not examples:
-        raise MarsError(f"no row can be trained on, for want of an assistant turn that fits:{reasons}".replace("\n ", ""))
-    print(f"{len(examples):,} examples, {unusable.total():,} unusable rows{reasons and ':'}{reasons}")
+        raise MarsError(f"there is nothing to train on in {len(rows):,} rows:" + reasons.replace("\n ", ""))
+    print(f"{len(examples):,} examples, {unusable:,} unusable rows{reasons}")
     return examples
 
 

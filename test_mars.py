@@ -18,10 +18,12 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 import eval as evaluation
@@ -161,6 +163,21 @@ def test_gradients_do_not_depend_on_how_a_step_is_split(monkeypatch):
     assert not torch.allclose(gradient(model, [batch[:3], batch[3:]]) / 2, whole, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(mars, "CHUNK", 5 * V)
     torch.testing.assert_close(gradient(model, [batch]), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_vocabulary_is_projected_to_in_chunks(monkeypatch):
+    """With 150,000 ids a training step takes less than a third of the memory that projecting everything at once takes."""
+    sizes = dict(vocab_size=150_000, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    model, used, gradients = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)), [], []
+    for chunk in (mars.CHUNK, 2**40):
+        monkeypatch.setattr(mars, "CHUNK", chunk)
+        before = mars.peak_memory(model.device, reset=True)
+        mars.mars_loss(model, [([5] * 8, [6] * 256, 0)] * 2, B, 7)[0].backward()
+        used.append(mars.peak_memory(model.device) - before)
+        gradients.append(model.get_input_embeddings().weight.grad)
+        model.zero_grad()
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
+    assert math.isnan(used[0]) or used[1] > 3 * used[0] > 300, used
 
 
 def test_every_alignment_of_blocks_is_practised():
@@ -712,21 +729,125 @@ def test_the_response_is_found_and_ends_with_its_end_token():
     """Prompt and response are what the decoder reads and writes; a response that was cut has no end token."""
     _, tokenizer = mars.toy_model()
     row = {"question": "Ann has 9 figs.", "answer": "#### 9"}
-    ((prompt, response),) = mars.encode(tokenizer, row)
+    ((prompt, response),), _ = mars.encode(tokenizer, row)
     assert tokenizer.decode(prompt) == "User:\nAnn has 9 figs.<|end|>\nAssistant:\n"
     assert tokenizer.decode(response) == "#### 9<|end|>"
-    assert mars.closing_token(tokenizer) == tokenizer.eos_token_id
-    assert mars.encode(tokenizer, row, len(prompt) + 2) == [(prompt, response[:2])]
-    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == [(prompt, response)]
+    assert prompt == mars.chat_ids(tokenizer, mars.messages_of(row)[:1]) and mars.closing_token(tokenizer) == tokenizer.eos_token_id
+    assert mars.encode(tokenizer, row, len(prompt) + 2) == ([(prompt, response[:2])], [])
+    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == ([(prompt, response)], [])
     chat = [{"role": "user", "content": "Ann has 9 figs."}, {"role": "assistant", "content": "#### 9"}]
-    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == [(prompt, response)]
-    for useless, length, reason in (
-        (row, len(prompt), f"prompt of {len(prompt)} tokens"), ({"messages": chat[:1]}, 99, "no assistant turn"), ({"messages": []}, 99, "no assistant turn"),
-        ({"text": "a"}, 99, "no assistant turn"), ({"question": "a", "answer": " "}, 99, "empty response"),
-        ({"messages": [chat[0], {"role": "assistant", "content": None}]}, 99, "empty response"), ({"messages": [{"content": "?"}, chat[1]]}, 99, "refused"),
-    ):  # fmt: skip
-        with pytest.raises(mars.Unusable, match=reason):
-            mars.encode(tokenizer, useless, length)
+    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == ([(prompt, response)], [])
+
+
+CHAT = [
+    {"role": "system", "content": "Count.", "name": None}, {"role": "user", "content": "How many figs?"}, {"role": "assistant", "content": "9 figs."},
+    {"role": "user", "content": "Look again."}, {"role": "assistant", "tool_calls": [{"function": {"name": "count", "arguments": {"of": "figs"}}}]},
+    {"role": "tool", "content": "8"}, {"role": "assistant", "content": "8 figs."},
+]  # fmt: skip
+TEMPLATES = {  # the ways of well-known ones
+    "chatml": "{% if messages[0].role != 'system' %}<s>system\nHelp.</s>\n{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
+    "bos": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+    "strict": "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
+    "thinking": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]<think>{% endif %}",
+}
+
+
+def tokenizer_with(template, bos=None):
+    _, tokenizer = mars.toy_model()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>"]} | ({"bos_token": bos} if bos else {}))
+    if bos:  # it adds one by itself, as Llama's and Gemma's do
+        single = [(bos, tokenizer.bos_token_id)]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=single)
+        assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    tokenizer.chat_template = TEMPLATES.get(template, template)
+    return tokenizer
+
+
+def test_every_turn_of_a_chat_is_learnt():
+    """System turns, several turns, tools: each assistant turn is an example, with all that came before as its prompt."""
+    tokenizer = tokenizer_with("chatml")
+    found, problems = mars.encode(tokenizer, {"messages": CHAT})
+    assert [tokenizer.decode(response) for _, response in found] == ["9 figs.</s>", '[count {"of": "figs"}]</s>', "8 figs.</s>"] and not problems
+    assert tokenizer.decode(found[1][0]).startswith("<s>system\nCount.</s>\n<s>user\nHow many figs?</s>\n<s>assistant\n9 figs.</s>\n<s>user\nLook")
+    assert tokenizer.decode(found[2][0]).endswith("<s>tool\n8</s>\n<s>assistant\n")
+    assert [prompt for prompt, _ in found] == [mars.chat_ids(tokenizer, CHAT[:n]) for n in (2, 4, 6)]
+    ((prompt, _),), _ = mars.encode(tokenizer, {"messages": CHAT[1:3]})
+    assert tokenizer.decode(prompt).startswith("<s>system\nHelp.</s>")  # the template's own
+    fits = len(found[1][0])
+    some, problems = mars.encode(tokenizer, {"messages": CHAT}, fits)
+    assert some == found[:1] and problems == [f"prompt of {fits} tokens or more"] * 2
+
+
+def test_a_beginning_of_text_is_written_once():
+    """Where the tokenizer adds a BOS token by itself, the template's is the only one, in training and in decoding."""
+    tokenizer = tokenizer_with("bos", "<s>")
+    ((prompt, response),), _ = mars.encode(tokenizer, {"messages": CHAT[1:3]})
+    assert prompt.count(tokenizer.bos_token_id) == 1 and prompt[0] == tokenizer.bos_token_id not in response
+    assert tokenizer.decode(prompt + response) == "<s>[Q] How many figs? [/Q] 9 figs.</s>" and mars.chat_ids(tokenizer, CHAT[1:2]) == prompt
+
+
+def test_a_plain_template_writes_the_beginning_of_text_that_the_tokenizer_adds(tmp_path, capsys):
+    """A tokenizer without a template gets a plain one, and the user is told."""
+    for bos in (None, "<s>"):
+        tokenizer = tokenizer_with(None, bos)
+        model, _ = mars.toy_model()
+        model.resize_token_embeddings(len(tokenizer))
+        mars.save(model, tokenizer_with("chatml", bos), tmp_path, B, 2)
+        (tmp_path / "chat_template.jinja").unlink()
+        _, loaded = mars.load(str(tmp_path), "cpu")
+        assert "plain" in capsys.readouterr().err
+        assert loaded.decode(mars.chat_ids(loaded, CHAT[1:2])) == (bos or "") + "User:\nHow many figs?<|end|>\nAssistant:\n"
+
+
+@pytest.mark.parametrize("template, row, problem", [
+    ("chatml", {"messages": CHAT[:2]}, "no assistant turn"), ("chatml", {"messages": []}, "no assistant turn"), ("chatml", {"text": "a"}, "no assistant turn"),
+    ("chatml", {"question": "a", "answer": " "}, "empty response"), ("chatml", {"messages": [CHAT[1], {"role": "assistant", "content": None}]}, "empty response"),
+    ("strict", {"messages": CHAT[:3]}, "refused by the chat template (no system role)"), ("chatml", {"messages": CHAT[2:3]}, "refused by"),
+    ("thinking", {"messages": CHAT[1:3]}, "the chat template writes a question differently once it is answered"),
+    ("chatml", {"question": "fig " * 99, "answer": "a"}, "prompt of 99 tokens or more"),
+])  # fmt: skip
+def test_what_cannot_be_learnt_is_counted_and_said(template, row, problem, capsys):
+    """A row that cannot be used is not fatal, only a data set of nothing else."""
+    tokenizer = tokenizer_with(template)
+    found, (said,) = mars.encode(tokenizer, row, 99)
+    assert not found and said.startswith(problem)
+    good = [{"role": "user", "content": "How many figs?"}, {"role": "assistant", "content": "<think>so</think>9"}]
+    examples = mars.tokenize(tokenizer, [row, {"messages": good}], 99)
+    assert len(examples) == 1 and f"1 examples, 1 unusable rows\n  1 × {problem}" in capsys.readouterr().out
+    with pytest.raises(mars.MarsError, match="nothing to train on in 1 rows: 1 × "):
+        mars.tokenize(tokenizer, [row], 99)
+
+
+def test_a_data_set_on_disk_and_its_splits(tmp_path, checkpoint, capsys):
+    """A data set of the hub's kind is read by name and --split, here from a folder; a tools column may be text."""
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        rows = [{"messages": CHAT[1:3], "tools": None}, {"messages": CHAT[:2], "tools": "[]"}] * (1 + (split == "test"))
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    for split, examples in (("train", 1), ("test", 2)):
+        mars.main(f"train --model {checkpoint} --data {tmp_path}/data --split {split} --max-steps 1 --out {tmp_path}/{split}".split())
+        assert f"{examples} examples, {examples} unusable rows\n  {examples} × no assistant turn" in capsys.readouterr().out
+
+
+def test_examples_are_shown_as_they_are_trained(checkpoint, tmp_path, capsys, monkeypatch):
+    """--show-examples: every place of the text with what it learns, and what its mask learns and sees."""
+    monkeypatch.setenv("COLUMNS", "60")
+    _, tokenizer = mars.toy_model()
+    example = mars.encode(tokenizer, {"question": "Ann has 9 figs.", "answer": "9 figs and\n5 eggs"})[0][0]
+    mars.show_examples(tokenizer, [(*example, 1)], 3, 2, False)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and max(map(len, out.splitlines()[5:])) <= 60 and out.startswith("\nexample 1: 12 prompt tokens, ")
+    parts = [part.splitlines() for part in out.split("\n\n")[1:] if part.strip()]
+    cells = [[line[8:][m.start() : m.end()].strip() for part in parts for m in re.finditer(r"\S+ *", part[0][8:]) for line in [part[i].ljust(60)]] for i in range(5)]
+    clean, learns, noisy, masks_learn, sees = cells
+    assert clean[0] == ":⏎" and clean[-1] == "<|end|>" and learns == [*clean[1:], ""] and "·figs" in clean
+    index, start = (t.tolist() for t in mars.noisy_stream(len(example[1]), 3, 1))
+    places = [i + 1 for i in index]
+    assert [i for i, cell in enumerate(noisy) if cell] == places and {noisy[i] for i in places} == {"M"}
+    assert [masks_learn[i] for i in places] == [clean[i + 1] for i in places] and [sees[i] for i in places] == [f"x<{s}" for s in start]
 
 
 @pytest.mark.parametrize("spare, own, name, token", [
