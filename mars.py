@@ -340,7 +340,7 @@ def collate(batch: list[Example], block_size: int, mask_id: int, full_block: boo
     N, T = len(batch), max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, masks))
     ids, positions = torch.full((N, T), mask_id), torch.arange(T).repeat(N, 1)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
-    seen = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
+    seen = torch.eye(T, dtype=torch.bool).repeat(N * (block_size > 1), 1, 1)  # subtle: padding sees itself, a softmax over nothing is NaN
     for n, ((prompt, response, phase), (index, start)) in enumerate(zip(batch, masks)):
         P, C, end = len(prompt), len(prompt) + len(response), len(prompt) + len(response) + len(index)
         x = torch.tensor(response)
@@ -490,7 +490,8 @@ class Training:
     def __init__(self, model, steps: int, lr: float, shard: bool = False):
         self.model, self.steps, self.step, self.loss, self.shard = model, steps, 0, Loss(model), shard
         if shard:
-            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if model.device.type == "cuda" else {}
+            # The model may still be on the CPU: a share goes to its device when it is cut off.
+            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if torch.cuda.is_available() else {}
             layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
             for module in [*layers, self.loss]:
                 fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
@@ -502,8 +503,9 @@ class Training:
     def state(self) -> tuple[dict, dict]:
         """(weights, the rest) as plain tensors in the first process's memory, however they are shared; all must call this."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        tied = self.model.all_tied_weights_keys if self.model.config.get_text_config().tie_word_embeddings else {}
-        weights = {name: w for name, w in get_model_state_dict(self.model, options=options).items() if name not in tied}
+        weights = get_model_state_dict(self.model, options=options)
+        for name in self.model.all_tied_weights_keys:  # the second name of a weight
+            weights.pop(name, None)
         optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
         return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
@@ -525,8 +527,9 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
     stream = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
     model.train()
     while training.step < training.steps:
-        # Rows of like length share a forward pass, so little of it is padding. The first is the widest: if it fits, all do.
-        batch = sorted(itertools.islice(stream, size), key=lambda example: -len(example[0]) - len(example[1]))
+        batch = list(itertools.islice(stream, size))
+        if size > batch_size:  # rows of like length share a forward pass: less padding. The widest go first: if they fit, all do
+            batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
         mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
         totals, sums = count_targets(batch, block_size, full_block), 0
         torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout: nothing to keep for a restart
@@ -1431,7 +1434,8 @@ def interrupts() -> Iterator[list]:
     caught = []
 
     def catch(number: int, _) -> None:
-        print("\nstopping: finishing this step and saving it", file=sys.stderr) if not caught else None
+        if not caught and processes()[0] == 0:
+            print("\nstopping: finishing this step and saving it", file=sys.stderr)
         caught.append(number)
 
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
