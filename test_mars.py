@@ -103,21 +103,28 @@ def test_a_hand_worked_row():
     """The mask at index i stands at position P+i and predicts x_{i+1}; clean position p predicts token p+1."""
     rows = mars.collate([([7, 8], [11, 12, 13, 14, 15], 0), ([9], [21, 22], 1)], 3, MASK)
     _ = mars.IGNORE
-    assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK], [9, 21, 22] + [MASK] * 7]
-    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5], [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]]
-    assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15], [21, 22, _, 22, _, _, _, _, _, _]]
-    assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1], [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]]
+    # columns                     p  p  x0  x1  x2  x3  x4    M0    M1    M3  p  x0  x1    M0   two texts that share a row
+    assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK, 9, 21, 22, MASK]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5, 0, 1, 2, 1]]
+    assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15, 21, 22, _, 22]]
+    assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1, 0, 0, 0, 1]]
+    seen = rows["mask"][0, 0]
+    assert torch.equal(seen[:10, :10], mars.attention_mask(2, 5, 3, 0)) and torch.equal(seen[10:, 10:], mars.attention_mask(1, 2, 3, 1))
+    assert not seen[:10, 10:].any() and not seen[10:, :10].any()
 
 
 @pytest.mark.parametrize("kind, attention", [*((kind, None) for kind in KINDS), ("llama", "eager"), ("qwen2 sliding", "eager")])
 def test_what_is_trained_is_what_the_decoder_runs(kind, attention):
     """The logits of mask m of block k are those of a causal forward over prompt + x[:s_k] + m+1 masks, at its end."""
-    model, batch = tiny(kind, attn_implementation=attention), examples(5)
+    model, batch = tiny(kind, attn_implementation=attention), examples(6)
     rows = mars.collate(batch, B, MASK)
     with torch.no_grad():
         mask = mars.for_attention(rows["mask"], rows["positions"], rows["positions"], model)
         logits = model(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=mask).logits
-        for row, (prompt, response, phase) in zip(logits, batch):
+        lengths = [len(p) + len(r) + len(mars.noisy_stream(len(r), B, phase)[0]) for p, r, phase in batch]
+        assert len(logits) < len(batch), "some should share a row"
+        for (n, first), (prompt, response, phase) in zip(mars.pack(lengths), batch):
+            row = logits[n, first:]
             C = len(prompt) + len(response)
             plain = model(torch.tensor([prompt + response])).logits[0]
             torch.testing.assert_close(row[:C], plain, atol=1e-4, rtol=1e-5)
@@ -178,6 +185,19 @@ def test_the_vocabulary_is_projected_to_in_chunks(monkeypatch):
         model.zero_grad()
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
     assert math.isnan(used[0]) or used[1] > 3 * used[0] > 300, used
+
+
+def test_long_and_short_texts_share_rows():
+    """Packing leaves no text out, lets none overlap, and pads little; texts of one length stay apart."""
+    assert mars.pack([5]) == [(0, 0)] and sorted(mars.pack([99] * 5)) == [(n, 0) for n in range(5)]
+    assert mars.pack([30, 70, 60, 40]) == [(0, 70), (0, 0), (1, 0), (1, 60)]
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = [rng.randint(2, 400) for _ in range(rng.randint(1, 20))]
+        columns = [(row, first + i) for (row, first), length in zip(mars.pack(lengths), lengths) for i in range(length)]
+        assert len(columns) == len(set(columns)) == sum(lengths)
+        size = (1 + max(row for row, _ in columns)) * (1 + max(column for _, column in columns))
+        assert size <= len(lengths) * max(lengths)
 
 
 def test_every_alignment_of_blocks_is_practised():
