@@ -164,7 +164,7 @@ def toy_model(seed: int = 0):
 
 def messages_of(row: dict) -> list[dict] | None:
     """The chat in a row of data: `messages`, or `question`/`answer`, or `prompt`/`completion`; None if it has none."""
-    if isinstance(row.get("messages"), list):
+    if isinstance(row.get("messages"), list) and all(isinstance(message, dict) for message in row["messages"]):
         return row["messages"]
     for ask, reply in (("question", "answer"), ("prompt", "completion")):
         if isinstance(row.get(ask), str) and isinstance(row.get(reply), str):
@@ -238,11 +238,12 @@ def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list
     Also returns what is wrong with turns that cannot be trained on: they are empty, say, or their prompt fills `max_length`.
     """
     messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
-    tools = json.loads(row["tools"]) if isinstance(row.get("tools"), str) else row.get("tools")
     turns, examples, problems = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], [], []
     for i in turns:
         try:
-            prompt, response = encode_turn(tokenizer, messages[: i + 1], tools or None)
+            prompt, response = encode_turn(tokenizer, messages[: i + 1], row.get("tools"))
+            if not prompt:
+                raise Unusable("nothing comes before the response")
             if len(prompt) >= max_length:
                 raise Unusable(f"prompt of {max_length} tokens or more")
             examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
@@ -251,14 +252,15 @@ def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list
     return examples, problems if turns else ["no assistant turn"]
 
 
-def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | None) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a chat that ends with an assistant's turn.
+def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | str | None) -> tuple[list[int], list[int]]:
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn; `tools` may be JSON text.
 
     Few templates mark what the assistant generates: we render the chat with and without its last turn.
     """
     if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
         raise Unusable("empty response")
     try:
+        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
         start = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
         full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except Exception as error:  # some templates refuse system turns, say, or two questions in a row
@@ -334,8 +336,9 @@ Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 def pack(lengths: list[int]) -> list[tuple[int, int]]:
     """(row, first column) of each text: long and short ones share rows, so that there is little padding.
 
-    The longest goes first, each to the row that is shortest so far. One row for each text, or for every two, three or four:
-    what costs least, for N rows of T tokens N·T·(4096 + T): the layers, and attention in a model of about 700 dimensions.
+    There are as many rows as texts, or a half, a third or a fourth as many, whichever costs least; the longest text goes first,
+    each to the row that is shortest so far. The cost of N rows of T tokens is N·T·(6H + T), layers and attention, for a hidden size H
+    of about 700.
     """
     ways = []
     for share in range(1, 5):
@@ -679,14 +682,14 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
 
 
 # While a stage is trained, OUT/STAGE-N is its checkpoint after N steps: a plain folder, with the rest of the training state in
-# training.pt. The last one becomes OUT/STAGE. A folder is written under a name with a dot in front and then renamed, and
-# goes the same way, so whenever the process dies, a folder without the dot is whole.
+# training.pt. The last one becomes OUT/STAGE. A folder is written as OUT/.STAGE-N and then renamed; one that is to go is first
+# renamed to that and then removed. So whenever the process dies, a folder without the dot is whole.
 
 
 def checkpoints(out: Path, stage: str) -> list[Path]:
     """The checkpoints OUT/STAGE-N of a stage, oldest first."""
-    found = {int(path.name.rpartition("-")[2]): path for path in out.glob(f"{stage}-*") if path.name.rpartition("-")[2].isdecimal()}
-    return [found[step] for step in sorted(found)]
+    found = [path for path in out.glob(f"{stage}-*") if re.fullmatch(rf"{stage}-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def discard(folder: Path) -> None:
@@ -729,7 +732,7 @@ def finish(out: Path, stage: str, keep: int) -> None:
             discard(out / stage)
         last.rename(out / stage)
         (out / stage / "training.pt").unlink()
-        for old in older[: len(older) - keep + 1]:
+        for old in older[: max(0, len(older) - keep + 1)]:
             discard(old)
     if dist.is_initialized():
         dist.barrier()
@@ -1273,22 +1276,23 @@ def rate(results: list[tuple[list[Output], float, int]]) -> float:
 
 
 def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size: int, repeats: int) -> list[dict]:
-    """Time an optimiser step of AR and of MARS training on the same batch, in turns: medians, and peak memory in MB.
+    """Time optimiser steps of AR and of MARS training on the same batch, in turns: medians, and peak memory in MB.
 
-    Every measurement is the second step of a fresh optimiser. Peak memory is CUDA's, or the whole process's on Linux.
+    Every turn has a fresh optimiser and takes five steps. The first two, in which memory is found, do not count. Peak memory is
+    CUDA's, or the whole process's on Linux.
     """
     examples = examples[:batch_size]
     runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples)
-    for _ in tqdm(range(1 + repeats), desc="train", leave=False, disable=None):
+    for _ in tqdm(range(repeats), desc="train", leave=False, disable=None):
         for B, measured in runs.items():
-            steps = train(Training(model, 2, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
-            next(steps)
+            steps = train(Training(model, 5, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
+            next(steps), next(steps)
             peak_memory(model.device, reset=True)
-            _, seconds, _ = timed(model, lambda: next(steps))
-            measured.append((1000 * seconds, peak_memory(model.device)))
+            seconds = [timed(model, lambda: next(steps))[1] for _ in range(3)]
+            measured.append((1000 * statistics.median(seconds), peak_memory(model.device)))
     rows = []
     for B, measured in runs.items():
-        ms, peak = (statistics.median(column) for column in zip(*measured[1:]))
+        ms, peak = (statistics.median(column) for column in zip(*measured))
         rows.append({"mode": "mars" if B > 1 else "ar", "step_ms": ms})
         rows[-1] |= {"tokens_per_second": 1000 * clean / ms, "peak_memory_mb": peak}
     for ratio, figure in (("time_ratio", "step_ms"), ("memory_ratio", "peak_memory_mb")):
@@ -1338,35 +1342,41 @@ def train_command(args) -> None:
         raise MarsError("name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
     if args.block_size < 2:
         raise MarsError(f"block size {args.block_size} is out of range: it must be at least 2 (a block of 1 has no masks)")
+    if args.lr is not None and args.lr <= 0 or args.epochs <= 0 or args.ar_weight < 0:
+        raise MarsError("--lr and --epochs must be above 0, and --ar-weight at least 0")
     if args.shard and "WORLD_SIZE" not in os.environ:
         raise MarsError("--shard shares the model among processes: start them with torchrun --nproc_per_node N mars.py train …")
     stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
     unfinished = [str(folder) for stage in stages for folder in checkpoints(out, stage)]
     if unfinished and not args.resume:
         raise MarsError(f"{unfinished[-1]} is from an earlier run: --resume goes on with it; else remove it, or name another --out")
-    args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
+    args.lr, args.batch_size = (5e-3 if toy else 1e-4) if args.lr is None else args.lr, args.batch_size or (32 if toy else 4)
     with together(args.device):
         rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
         settings = {name: getattr(args, name) for name in SETTINGS} | {"examples_per_step": args.batch_size * args.accumulate * processes()[1]}
         for stage in stages:
-            kept = resumable(out, stage, settings) if args.resume else None
+            begin = "toy" if toy and stage == "ar" else str(out / "ar") if toy or stage != stages[0] else args.model
+            settings["begin"] = begin
+            found = resumable(out, stage, settings) if args.resume else None
             device = "cpu" if args.shard else args.device  # what is shared goes to its device when it is shared
-            if toy and stage == "ar" and not kept:
+            if begin == "toy" and not found:
                 model, tokenizer = toy_model(args.seed)
                 model.to(pick(device)[0])
             else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
-                model, tokenizer = load(str(kept or (out / "ar" if toy or stage != stages[0] else args.model)), device, torch.float32)
-            mask_id = choose_mask_token(model, tokenizer, args.mask_token)
+                model, tokenizer = load(str(found or begin), device, torch.float32)
+            mask_id = choose_mask_token(model, tokenizer, args.mask_token) if stages[-1] == "mars" else 0
             check_head(model)
             if not examples:
                 examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
-                print(f"{model.num_parameters():,} parameters, {model.device}, mask token {tokenizer.mask_token} = {mask_id}")
-                first = itertools.islice(visits(examples, args.block_size, args.fixed_phase, args.seed), args.show_examples)
-                show_examples(tokenizer, first, args.block_size, mask_id, args.full_block)
-            if kept == out / stage:
-                print(f"{stage}: finished before → {kept}")
+                masks = f", mask token {tokenizer.mask_token} = {mask_id}" if mask_id else ""
+                print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}{masks}")
+                B = args.block_size if stages[-1] == "mars" else 1
+                first = itertools.islice(visits(examples, B, args.fixed_phase, args.seed), args.show_examples)
+                show_examples(tokenizer, first, B, mask_id, args.full_block)
+            if found == out / stage:
+                print(f"{stage}: finished before → {found}")
             else:
-                train_stage(args, stage, out, model, tokenizer, mask_id, examples, kept, settings)
+                train_stage(args, stage, out, model, tokenizer, mask_id, examples, found, settings)
 
 
 def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
@@ -1395,55 +1405,56 @@ def resumable(out: Path, stage: str, settings: dict) -> Path | None:
                 return folder
             different = f"{folder} was trained with {names[0]} {trained.get(names[0])}, not {settings[names[0]]}"
     if different:
-        raise MarsError(f"{different}: use the same, or leave --resume out and name another --out")
+        raise MarsError(f"{different}: use the same, remove it, or name another --out")
     return None
 
 
-def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, examples: Sequence, kept: Path | None, settings: dict) -> None:
-    """Train OUT/STAGE, from the checkpoint `kept` on if there is one."""
+def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, examples: Sequence, found: Path | None, settings: dict) -> None:
+    """Train OUT/STAGE, from the checkpoint `found` on if there is one."""
     B, size = args.block_size if stage == "mars" else 1, settings["examples_per_step"]
     steps = args.max_steps or (TOY_STEPS[stage] if args.model == "toy" else math.ceil(args.epochs * math.ceil(len(examples) / size)))
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
     training = Training(model, steps, args.lr, args.shard)
-    if kept:
-        training.restore(torch.load(kept / "training.pt", weights_only=True, mmap=True))
-    print(f"{stage}: {steps} steps of {size} examples" + (f", from step {training.step} on" if kept else "") + f" → {out / stage}")
+    if found:
+        training.restore(torch.load(found / "training.pt", weights_only=True, mmap=True))
+    print(f"{stage}: {steps} steps of {size} examples" + (f", from step {training.step} on" if found else "") + f" → {out / stage}")
     reports = train(
         training, examples, block_size=B, mask_id=mask_id, batch_size=args.batch_size, accumulate=args.accumulate,
         ar_weight=args.ar_weight if stage == "mars" else 1.0, fixed_phase=args.fixed_phase, full_block=args.full_block, seed=args.seed,
     )  # fmt: skip
-    keep = lambda: write_checkpoint(training, tokenizer, out, stage, B, mask_id, settings, args.keep)
-    file = out / f"{stage}.jsonl"
-    log = [line for line in file.read_text().splitlines(True) if json.loads(line)["step"] <= training.step] if kept and file.exists() else []
+    write = lambda: write_checkpoint(training, tokenizer, out, stage, B, mask_id, settings, args.keep)
+    path = out / f"{stage}.jsonl"
+    before = path.read_text().splitlines(True) if found and path.exists() else []
     if processes()[0] == 0:
         out.mkdir(parents=True, exist_ok=True)
-        for left_over in out.glob(f".{stage}*"):
-            shutil.rmtree(left_over)
-    with open(os.devnull if processes()[0] else file, "w") as file, interrupts() as caught:
-        file.writelines(log)
-        bar = progress(kept_up(reports, training, keep, args.save_every, caught), desc=stage, total=steps, initial=training.step, unit="step")
+        for left_over in (out / f".{stage}", *out.glob(f".{stage}-*")):
+            shutil.rmtree(left_over, ignore_errors=True)
+    with open(os.devnull if processes()[0] else path, "w") as log, interrupts() as caught:
+        log.writelines(line for line in before if line.endswith("\n") and json.loads(line)["step"] <= training.step)
+        reports = checkpointed(reports, training, write, args.save_every, caught)
+        bar = progress(reports, desc=stage, total=steps, initial=training.step, unit="step")
         for record in summaries(bar, args.report_every, steps):
             losses = f"AR loss {record['ar_loss']:.3f}" + (f"  mask loss {record['mask_loss']:.3f}" if B > 1 else "")
             right = "".join(f" {accuracy:3.0%}" for accuracy in record["mask_accuracy"])
             speed = f"{record['tokens_per_second']:,.0f} tokens/s"
             bar.set_postfix_str(losses.replace("loss ", ""))
             bar.write(f"step {record['step']:5}  {losses}  " + (f"masks right{right}  " if right else "") + speed)
-            file.write(json.dumps(record) + "\n")
-            file.flush()
+            log.write(json.dumps(record) + "\n")
+            log.flush()
     finish(out, stage, args.keep)
 
 
-def kept_up(reports: Iterable[dict], training: Training, keep: Callable, every: int, caught: list) -> Iterator[dict]:
+def checkpointed(reports: Iterable[dict], training: Training, write: Callable, every: int, caught: list) -> Iterator[dict]:
     """The reports, with a checkpoint every so many steps, after the last, and before leaving when asked to stop."""
     for report in reports:
-        yield report  # first, so that it is in the log
+        yield report  # first: what is saved has been logged
         stop = torch.tensor(float(len(caught)), device=training.model.device)
         if dist.is_initialized():
             dist.all_reduce(stop)  # all processes stop after the same step
         if stop or training.step % every == 0 or training.step == training.steps:
-            keep()
-        if stop and training.step < training.steps:
+            write()
+        if stop or caught and training.step == training.steps:  # it may have come while the last checkpoint was written
             raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: the same command with --resume goes on from there")
 
 
@@ -1454,7 +1465,7 @@ def interrupts() -> Iterator[list]:
 
     def catch(number: int, _) -> None:
         if not caught and processes()[0] == 0:
-            print("\nstopping: finishing this step and saving it", file=sys.stderr)
+            print("\nstopping: finishing this step and saving it (Ctrl-\\ stops at once)", file=sys.stderr)
         caught.append(number)
 
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}

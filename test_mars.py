@@ -358,6 +358,23 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(dropping, tm
     assert not any(torch.equal(a, b) for a, b in zip(*(mars.load(str(tmp_path / "whole" / stage))[0].parameters() for stage in ("ar", "mars"))) if a.ndim > 1)
 
 
+@pytest.mark.parametrize("keep, kept", [(1, []), (2, ["mars-9"]), (4, ["mars-3", "mars-6", "mars-9"]), (9, ["mars-3", "mars-6", "mars-9"])])
+def test_the_last_checkpoints_are_kept(keep, kept, dropping, tmp_path):
+    """--keep counts the last one, which becomes OUT/STAGE; other folders of the user's are left alone."""
+    (tmp_path / "out/mars-x-3").mkdir(parents=True)
+    (tmp_path / "out/.marsh").mkdir()
+    train_chats(dropping, tmp_path, f"--save-every 3 --keep {keep} --out {{tmp}}/out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([".marsh", "mars", *kept, "mars-x-3", "mars.jsonl"])
+
+
+def test_a_stage_is_not_taken_for_one_that_began_elsewhere(dropping, tmp_path, capsys):
+    """MARS from the model itself is not MARS from its AR fine-tuning, whose folder would have the same name."""
+    train_chats(dropping, tmp_path, "--max-steps 2 --out {tmp}/out")
+    with pytest.raises(SystemExit):
+        train_chats(dropping, tmp_path, "--max-steps 2 --stage both --resume --out {tmp}/out")
+    assert "was trained with begin" in capsys.readouterr().err
+
+
 def test_whenever_it_is_killed_it_can_be_resumed(dropping, tmp_path):
     """SIGKILL at 20 random moments, also while it writes: what it leaves can be loaded, and the end is that of an undisturbed run."""
     options, killed = "--max-steps 40 --save-every 1 --keep 2 --out {tmp}/", tmp_path / "killed"
@@ -858,7 +875,8 @@ def test_a_plain_template_writes_the_beginning_of_text_that_the_tokenizer_adds(t
     ("chatml", {"question": "a", "answer": " "}, "empty response"), ("chatml", {"messages": [CHAT[1], {"role": "assistant", "content": None}]}, "empty response"),
     ("strict", {"messages": CHAT[:3]}, "refused by the chat template (no system role)"), ("chatml", {"messages": CHAT[2:3]}, "refused by"),
     ("thinking", {"messages": CHAT[1:3]}, "the chat template writes a question differently once it is answered"),
-    ("chatml", {"question": "fig " * 99, "answer": "a"}, "prompt of 99 tokens or more"),
+    ("chatml", {"question": "fig " * 99, "answer": "a"}, "prompt of 99 tokens or more"), ("chatml", {"messages": ["Hi"]}, "no assistant turn"),
+    ("chatml", {"messages": CHAT[1:3], "tools": "[{"}, "refused by the chat template (Expecting"),
 ])  # fmt: skip
 def test_what_cannot_be_learnt_is_counted_and_said(template, row, problem, capsys):
     """A row that cannot be used is not fatal, only a data set of nothing else."""
