@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
