@@ -1529,7 +1529,7 @@ def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]
             "ar_loss": nll[0] / count[0],
             "mask_loss": sum(nll[1:]) / sum(count[1:]) if sum(count[1:]) else None,
             "mask_accuracy": [h / c for h, c in zip(hits[1:], count[1:]) if c],
-            "tokens_per_second": sum(count) / (time.perf_counter() - start),
+            "tokens_per_second": count[0] / (time.perf_counter() - start),  # of responses
             "lr": report["lr"],
             "grad_norm": float(report["grad_norm"]),
         }
