@@ -816,7 +816,7 @@ CHAT = [
     {"role": "tool", "content": "8"}, {"role": "assistant", "content": "8 figs."},
 ]  # fmt: skip
 TEMPLATES = {  # the ways of well-known ones
-    "chatml": "{% if messages[0].role != 'system' %}<s>system\nHelp.</s>\n{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+    "chatml": "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}{% if messages[0].role != 'system' %}<s>system\nHelp.</s>\n{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
     "bos": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
@@ -847,6 +847,10 @@ def test_every_turn_of_a_chat_is_learnt():
     assert [prompt for prompt, _ in found] == [mars.chat_ids(tokenizer, CHAT[:n]) for n in (2, 4, 6)]
     ((prompt, _),), _ = mars.encode(tokenizer, {"messages": CHAT[1:3]})
     assert tokenizer.decode(prompt).startswith("<s>system\nHelp.</s>")  # the template's own
+    tools = [{"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        ((prompt, response),), _ = mars.encode(tokenizer, {"messages": CHAT[:3], "tools": given})
+        assert tokenizer.decode(prompt).startswith('<s>tools\n[{"type": "function"') and tokenizer.decode(response) == "9 figs.</s>"
     fits = len(found[1][0])
     some, problems = mars.encode(tokenizer, {"messages": CHAT}, fits)
     assert some == found[:1] and problems == [f"prompt of {fits} tokens or more"] * 2
