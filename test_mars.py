@@ -338,15 +338,18 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(dropping, tm
         for record in summaries(reports, *rest):
             yield record
             if record["step"] == 12:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(next(signals))
 
-    summaries = mars.summaries
+    summaries, signals = mars.summaries, iter((signal.SIGINT, signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nobody has caught it"))
     monkeypatch.setattr(mars, "summaries", impatient)
     with pytest.raises(SystemExit) as stop:
         train_chats(dropping, tmp_path, options + "stopped")
     assert stop.value.code == 130 and "stopped after step 12" in capsys.readouterr().err and (tmp_path / "stopped/ar-12").exists()
     with pytest.raises(SystemExit):
         train_chats(dropping, tmp_path, options + "stopped --resume")
+    assert "stopped after step 12" in capsys.readouterr().err and (tmp_path / "stopped/mars-12").exists()
+    signal.signal(signal.SIGTERM, before)
     monkeypatch.undo()
     train_chats(dropping, tmp_path, options + "stopped --resume")
     for out in ("parts", "stopped"):
@@ -356,6 +359,30 @@ def test_an_interrupted_run_that_is_resumed_equals_one_that_was_not(dropping, tm
             assert steps == [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20]
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["ar", "ar-15", "ar.jsonl", "mars", "mars-15", "mars.jsonl"]
     assert not any(torch.equal(a, b) for a, b in zip(*(mars.load(str(tmp_path / "whole" / stage))[0].parameters() for stage in ("ar", "mars"))) if a.ndim > 1)
+
+
+def test_a_stop_that_comes_with_the_last_checkpoint_is_not_lost(dropping, tmp_path, monkeypatch, capsys):
+    """It does not begin the next stage, and the stage is finished when it goes on."""
+    write = mars.write_checkpoint
+    monkeypatch.setattr(mars, "write_checkpoint", lambda *args: (write(*args), signal.raise_signal(signal.SIGINT)))
+    with pytest.raises(SystemExit):
+        train_chats(dropping, tmp_path, "--out {tmp}/out")
+    assert "stopped after step 10" in capsys.readouterr().err and (tmp_path / "out/mars-10").exists()
+    monkeypatch.undo()
+    train_chats(dropping, tmp_path, "--out {tmp}/out --resume")
+    assert mars.load(str(tmp_path / "out/mars"), "cpu")
+
+
+def test_with_gradient_checkpointing_layers_run_again_going_backward(dropping, tmp_path, monkeypatch):
+    """They keep little, and what comes out is the same, dropout included."""
+    layer, calls, counts = transformers.models.phi.modeling_phi.PhiMLP, [], []
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x: calls.append(torch.is_grad_enabled() and self.training) or forward(self, x))
+    for option in ("", "--gradient-checkpointing"):
+        calls.clear()
+        train_chats(dropping, tmp_path, f"--max-steps 2 --out {{tmp}}/out{option} {option}")
+        counts.append(sum(calls))
+    assert counts[1] == 2 * counts[0] > 0 and state_of(tmp_path / "out/mars") == state_of(tmp_path / "out--gradient-checkpointing/mars")
 
 
 @pytest.mark.parametrize("keep, kept", [(1, []), (2, ["mars-9"]), (4, ["mars-3", "mars-6", "mars-9"]), (5, ["mars-3", "mars-6", "mars-9"])])
