@@ -1699,8 +1699,8 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
         try:
             with contextlib.nullcontext() if first else contextlib.redirect_stdout(nowhere):
                 args.run(args)
-        except (MarsError, OSError) as error:
-            print("error: " + ("" if first else f"process {os.environ['RANK']}: ") + str(error), file=sys.stderr)
+        except (MarsError, OSError, torch.OutOfMemoryError) as error:
+            print("error: " + ("" if first else f"process {os.environ['RANK']}: ") + first_line(error), file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt as stopped:
             if first and stopped.args:

@@ -1087,6 +1087,19 @@ def test_bad_input_is_one_line_and_exit_status_2(command, complaint, checkpoint,
     assert stop.value.code == 2 and complaint in error and error.count("\n") == 1 and error.startswith("error: ")
 
 
+def test_too_little_memory_is_one_line(checkpoint, capsys, monkeypatch):
+    """A batch that is too large for the device is something the user can put right."""
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee the manual.")
+
+    monkeypatch.setattr(mars, "read", full)
+    monkeypatch.setattr(mars, "check_invariant", lambda model: None)
+    with pytest.raises(SystemExit) as stop:
+        mars.main(["generate", "--model", checkpoint, "Hi"])
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
+
+
 def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch):
     """Train on a file of chats, generate, time and evaluate, as a user would."""
     monkeypatch.setattr(mars.sys.stdin, "isatty", lambda: True, raising=False)
