@@ -336,18 +336,17 @@ Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 def pack(lengths: list[int]) -> list[tuple[int, int]]:
     """(row, first column) of each text: long and short ones share rows, so that there is little padding.
 
-    There are as many rows as texts, or a half, a third or a fourth as many, whichever costs least; the longest text goes first,
-    each to the row that is shortest so far. The cost of N rows of T tokens is N·T·(6H + T), layers and attention, for a hidden size H
-    of about 700.
+    There are as many rows as texts, or fewer, down to a fourth, whichever costs least; the longest text goes first, each to
+    the row that is shortest so far. N rows of T tokens cost N·T·(6H + T), layers and attention, for a hidden size H of about 700.
     """
     ways = []
-    for share in range(1, 5):
-        places, used = [(0, 0)] * len(lengths), [0] * -(-len(lengths) // share)
+    for rows in range(-(-len(lengths) // 4), len(lengths) + 1):
+        places, used = [(0, 0)] * len(lengths), [0] * rows
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
             row = used.index(min(used))
             places[i] = row, used[row]
             used[row] += lengths[i]
-        ways.append((len(used) * max(used) * (4096 + max(used)), places))
+        ways.append((rows * max(used) * (4096 + max(used)), places))
     return min(ways)[1]
 
 
