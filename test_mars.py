@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import ctypes
 import functools
 import gzip
 import json
@@ -255,6 +256,18 @@ def in_two_processes(tmp_path_factory, checkpoint):
 
 WAYS = {"two micro-batches": (4, 2), "eight micro-batches": (1, 8)}
 WAYS_OF_TWO = {"two processes": (4, 1, False), "two processes, micro-batches": (2, 2, False), "sharded": (4, 1, True), "sharded, micro-batches": (2, 2, True)}
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_memory_that_was_freed_is_used_again():
+    """A tensor of 64 MB that is made a second time takes no new pages from the system."""
+    mars.keep_memory()
+    faults = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[1] < 1000
 
 
 @pytest.mark.parametrize("way", [*WAYS, *WAYS_OF_TWO])
