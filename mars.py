@@ -477,7 +477,7 @@ def keep_memory() -> None:
     """Let this process keep the memory that it frees: to get it back from Linux, page by page, is a tenth of a step on a CPU."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # mallopt(3) is glibc's
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no memory that goes back when it is freed
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes: the most that it takes
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back at the end of the heap
 
 
