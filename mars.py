@@ -474,7 +474,7 @@ def processes() -> tuple[int, int]:
 
 
 def keep_memory() -> None:
-    """Let this process keep the memory that it frees: to get it back from Linux, page by page, is a tenth of a step on a CPU."""
+    """Let this process keep the memory that it frees: to get it back from Linux, page by page, can be a tenth of a step."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # mallopt(3) is glibc's
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes: the most that it takes
