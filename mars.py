@@ -340,10 +340,10 @@ def pack(lengths: list[int]) -> list[tuple[int, int]]:
     There are as many rows as texts, or fewer, down to a fourth, whichever costs least; the longest text goes first, each to
     the row that is shortest so far. N rows of T tokens cost N·T·(6H + T), layers and attention, for a hidden size H of about 700.
     """
-    ways = []
+    ways, longest_first = [], sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for rows in range(-(-len(lengths) // 4), len(lengths) + 1):
         places, used = [(0, 0)] * len(lengths), [0] * rows
-        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for i in longest_first:
             row = used.index(min(used))
             places[i] = row, used[row]
             used[row] += lengths[i]
@@ -707,6 +707,12 @@ def discard(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
+def prune(out: Path, stage: str, keep: int) -> None:
+    """Discard all checkpoints OUT/STAGE-N but the last few."""
+    for old in checkpoints(out, stage)[:-keep]:
+        discard(old)
+
+
 def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block_size: int, mask_id: int, settings: dict, keep: int) -> None:
     """Write OUT/STAGE-N and keep the last few. Raises MarsError if it cannot; what was there before is then still there."""
     weights, rest = training.state()
@@ -719,8 +725,7 @@ def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block
             torch.save(rest, beside / "training.pt")
             (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
             beside.rename(folder)
-            for old in checkpoints(out, stage)[:-keep]:
-                discard(old)
+            prune(out, stage, keep)
         except Exception as error:  # a full disk has many names: OSError, torch's RuntimeError, SafetensorError
             shutil.rmtree(beside, ignore_errors=True)
             problem = [first_line(error)]
@@ -735,13 +740,12 @@ def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block
 def finish(out: Path, stage: str, keep: int) -> None:
     """The last checkpoint becomes OUT/STAGE, and counts among those that are kept."""
     if processes()[0] == 0:
-        *older, last = checkpoints(out, stage)
+        prune(out, stage, keep)
+        last = checkpoints(out, stage)[-1]
         if (out / stage).exists():
             discard(out / stage)
         last.rename(out / stage)
         (out / stage / "training.pt").unlink()
-        for old in older[: max(0, len(older) - keep + 1)]:
-            discard(old)
     if dist.is_initialized():
         dist.barrier()
 
@@ -1355,10 +1359,11 @@ def train_command(args) -> None:
     if args.shard and "WORLD_SIZE" not in os.environ:
         raise MarsError("--shard shares the model among processes: start them with torchrun --nproc_per_node N mars.py train …")
     stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
+    masks = "mars" in stages
     unfinished = [str(folder) for stage in stages for folder in checkpoints(out, stage)]
     if unfinished and not args.resume:
         raise MarsError(f"{unfinished[-1]} is from an earlier run: --resume goes on with it; else remove it, or name another --out")
-    args.lr, args.batch_size = (5e-3 if toy else 1e-4) if args.lr is None else args.lr, args.batch_size or (32 if toy else 4)
+    args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
     keep_memory()
     with together(args.device):
         rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
@@ -1373,13 +1378,13 @@ def train_command(args) -> None:
                 model.to(pick(device)[0])
             else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
                 model, tokenizer = load(str(found or begin), device, torch.float32)
-            mask_id = choose_mask_token(model, tokenizer, args.mask_token) if stages[-1] == "mars" else 0
+            mask_id = choose_mask_token(model, tokenizer, args.mask_token) if masks else 0
             check_head(model)
             if not examples:
                 examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
-                masks = f", mask token {tokenizer.mask_token} = {mask_id}" if mask_id else ""
-                print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}{masks}")
-                B = args.block_size if stages[-1] == "mars" else 1
+                mask = f", mask token {tokenizer.mask_token} = {mask_id}" if masks else ""
+                print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}{mask}")
+                B = args.block_size if masks else 1
                 first = itertools.islice(visits(examples, B, args.fixed_phase, args.seed), args.show_examples)
                 show_examples(tokenizer, first, B, mask_id, args.full_block)
             if found == out / stage:
@@ -1456,14 +1461,20 @@ def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, exa
 
 def checkpointed(reports: Iterable[dict], training: Training, write: Callable, every: int, caught: list) -> Iterator[dict]:
     """The reports, with a checkpoint every so many steps, after the last, and before leaving when asked to stop."""
+
+    def asked() -> bool:
+        """Whether any of the processes was asked to stop, for all stop after the same step."""
+        count = torch.tensor(float(len(caught)), device=training.model.device)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return bool(count)
+
     for report in reports:
         yield report  # first: what is saved has been logged
-        stop = torch.tensor(float(len(caught)), device=training.model.device)
-        if dist.is_initialized():
-            dist.all_reduce(stop)  # all processes stop after the same step
-        if stop or training.step % every == 0 or training.step == training.steps:
+        stop, last = asked(), training.step == training.steps
+        if stop or last or training.step % every == 0:
             write()
-        if stop or caught and training.step == training.steps:  # it may have come while the last checkpoint was written
+        if stop or last and asked():  # it may have come while the last checkpoint was written
             raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: the same command with --resume goes on from there")
 
 
