@@ -28,7 +28,7 @@ import textwrap
 import time
 import unicodedata
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -41,13 +41,14 @@ import mars
 # scores a completion: {"extracted": what was taken for the answer, "correct": the verdict, "error": why not}.
 
 
-def fields(rows: list[dict], args, *names: str) -> list[dict]:
+def fields(rows: Iterable[dict], args, *names: str) -> list[dict]:
     """The first `--limit` rows, or a MarsError if one of them has not all of these fields, as text."""
-    for number, row in enumerate(rows[: args.limit], 1):
+    rows = list(itertools.islice(rows, args.limit))  # subtle: a slice of a `datasets.Dataset` is a dict of columns
+    for number, row in enumerate(rows, 1):
         for name in names:
             if not isinstance(row.get(name), str):
                 raise mars.MarsError(f"row {number} of the data has no text in the field {name!r}: {args.task} needs {', '.join(names)}")
-    return rows[: args.limit]
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1266,6 +1266,16 @@ def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
 QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 16)[::2]]
 
 
+def test_problems_are_read_from_a_data_set_folder(tmp_path):
+    """A saved data set is as good as a file: two rows are two problems, and --limit 1 is one."""
+    code = [{"task_id": f"t/{i}", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"} for i in range(2)]
+    for problems, rows in ((evaluation.gsm8k_problems, QUESTIONS[:2]), (evaluation.humaneval_problems, code)):
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test.parquet")
+        for limit, count in ((None, 2), (1, 1)):
+            args = argparse.Namespace(data=str(tmp_path), limit=limit, task="a task")
+            assert len(problems(args)) == count
+
+
 def run_eval(capsys, command: str) -> list[dict]:
     evaluation.main(command.split())
     capsys.readouterr()
