@@ -66,219 +66,6 @@ class MarsError(ValueError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data: a toy world of problems, or any chat data
-# ---------------------------------------------------------------------------------------------------------------------
-# A language model is unsure where the writer had a choice and sure where the text was forced. The toy text has both:
-# names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow from the question.
-
-NAMES = "Ann Ben Cara Dan Eve Finn Gus Hana Ivan Jade Kim Leo".split()
-THINGS = "apples books cards coins eggs figs keys pens plums shells stamps toys".split()
-STORIES = {  # the two operations: the question
-    "+-": "{n} has {a} {t}, <gets|finds|buys> {b} more and <then|later> <loses|sells|gives away> {c}.",
-    "-+": "{n} has {a} {t}, <loses|sells|gives away> {b} and <then|later> <gets|finds|buys> {c} more.",
-}
-ASK = " How many {t} does {n} have <now|in the end|after that>?"
-ANSWER = (
-    "<First|At first|To begin with|In the beginning>, {n} <has|holds|counts|owns> {a}{op}{b}={r} {t}. "
-    "<Then|Next|After that|So in the end>, <{n} has|{n} is left with|that makes|this leaves> {r}{op2}{c}={s} {t}.\n#### {s}"
-)
-FUNCTIONS = [  # argument, docstring, reference expression, body
-    ("x", "<Take|Start with> x, {do} and then {do2}.", "(x {op} {a}) {op2} {b}",
-     "    {v} = x {op} {a}\n    <return {v} {op2} {b}|{v} = {v} {op2} {b}\n    return {v}>"),
-    ("xs", "<Return|Give> the sum of the numbers in xs that are {than} {a}, but {do2} each time.",
-     "sum(x {op2} {b} for x in xs if x {cond} {a})",
-     "    {v} = 0\n    for {i} in xs:\n        if {i} {cond} {a}:\n            {v} += {i} {op2} {b}\n    return {v}"),
-    ("xs", "<Return|Give> how many numbers in xs are {than} {a} when you {do2}.",
-     "len([x for x in xs if x {op2} {b} {cond} {a}])",
-     "    {v} = 0\n    for {i} in xs:\n        if {i} {op2} {b} {cond} {a}:\n            {v} += 1\n    return {v}"),
-    ("xs", "<Return|Give> a list of the numbers in xs that are {than} {a}, but {do2} each time.",
-     "[x {op2} {b} for x in xs if x {cond} {a}]",
-     "    <return [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]|"
-     "{v} = [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]\n    return {v}>"),
-]  # fmt: skip
-
-
-def vary(rng: random.Random, text: str, **fields) -> str:
-    """Resolve every <one|of|these> at random, then fill in the {fields}."""
-    return re.sub(r"<([^<>]*)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
-
-
-def toy_maths(rng: random.Random) -> dict:
-    """A two-step word problem in GSM8K's form. `key` is what makes it the problem that it is: the two steps."""
-    (op, op2), story = rng.choice(list(STORIES.items()))
-    a, b, c = (rng.randint(2, 9) for _ in range(3))
-    r, s = (a + b, a + b - c) if op == "+" else (a, a + c)
-    a = a if op == "+" else a + b
-    if s < 0:
-        return toy_maths(rng)
-    fields = dict(n=rng.choice(NAMES), t=rng.choice(THINGS), a=a, b=b, c=c, r=r, s=s, op=op, op2=op2)
-    question, answer = vary(rng, story + ASK, **fields), vary(rng, ANSWER, **fields)
-    return {"task": "maths", "key": f"{a}{op}{b}{op2}{c}", "question": question, "answer": answer}
-
-
-def toy_code(rng: random.Random) -> dict:
-    """A small Python function in HumanEval's form: signature and docstring in, body out, and a test to run."""
-    argument, docstring, reference, body = rng.choice(FUNCTIONS)
-    do = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
-    op, op2, cond, a, b = rng.choice("+-*"), rng.choice("+-*"), rng.choice("<>"), rng.randint(2, 12), rng.randint(2, 12)
-    fields = dict(op=op, op2=op2, cond=cond, a=a, b=b, do=do[op].format(a), do2=do[op2].format(b))
-    fields |= dict(than={"<": "less than", ">": "greater than"}[cond])
-    fields |= dict(v=rng.choice(["result", "total", "value", "answer"]), i=rng.choice(["x", "n", "item", "number"]))
-    name, expression = rng.choice(["solve", "compute", "work", "task"]), reference.format(**fields)
-    draws = [[rng.randint(0, 20) for _ in range(6)] for _ in range(3)]
-    inputs = [d[0] if argument == "x" else d for d in draws]
-    test = "\n".join(f"assert {name}({v}) == {eval(expression, {argument: v})}" for v in inputs)
-    prompt = f'def {name}({argument}):\n    """{vary(rng, docstring, **fields)}"""\n'
-    return {"task": "code", "key": expression, "prompt": prompt, "completion": vary(rng, body, **fields), "test": test}
-
-
-def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
-    """`n` toy problems, maths and code in turn. A problem's numbers put it in "train" or in "test", never in both."""
-    rng, rows = random.Random(f"{seed}/{split}"), []
-    while len(rows) < n:
-        row = toy_code(rng) if len(rows) % 2 else toy_maths(rng)
-        if (zlib.crc32(row["key"].encode()) % 8 == 0) == (split == "test"):
-            rows.append(row)
-    return rows
-
-
-PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
-    "{% for m in messages %}{{ m['role'].capitalize() + ':\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
-)
-
-
-def toy_model(seed: int = 0):
-    """A Qwen2-type model of 1.2 million parameters and a byte-level BPE tokenizer trained on the toy text."""
-    texts = ("User:\n{}\nAssistant:\n{}".format(*(m["content"] for m in messages_of(row))) for row in toy_rows("train", 4000, seed))
-    names = dict(pad_token="<|pad|>", eos_token="<|end|>", mask_token="<|mask|>", unk_token=None)
-    tokenizer = transformers.Qwen2Tokenizer(**names).train_new_from_iterator(texts, vocab_size=640, show_progress=False)
-    tokenizer.chat_template = PLAIN_TEMPLATE
-    torch.manual_seed(seed)
-    config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=384, num_hidden_layers=4, num_attention_heads=5,
-        num_key_value_heads=5, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    return transformers.Qwen2ForCausalLM(config), tokenizer
-
-
-def messages_of(row: dict) -> list[dict] | None:
-    """The chat in a row of data: `messages`, or `question`/`answer`, or `prompt`/`completion`; None if it has none."""
-    if isinstance(row.get("messages"), list) and all(isinstance(message, dict) for message in row["messages"]):
-        return row["messages"]
-    for ask, reply in (("question", "answer"), ("prompt", "completion")):
-        if isinstance(row.get(ask), str) and isinstance(row.get(reply), str):
-            return [{"role": "user", "content": row[ask]}, {"role": "assistant", "content": row[reply]}]
-    return None
-
-
-def read_rows(data: str, split: str) -> Sequence[dict]:
-    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set: a local folder, or NAME or NAME:CONFIG on the hub."""
-    path, rows = Path(data), []
-    if path.suffix in (".json", ".jsonl", ".gz") or path.is_file():
-        if not path.is_file():
-            raise MarsError(f"there is no data file {data}")
-        try:
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
-                for number, line in enumerate(lines, 1):
-                    rows += [dict(json.loads(line))] if line.strip() else []
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise MarsError(f"cannot unpack {data}: {first_line(error)}") from None
-        except (ValueError, TypeError):
-            raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
-    else:
-        from datasets import load_dataset
-
-        try:
-            rows = load_dataset(*data.split(":"), split=split)  # stays on disk: rows are read as they are asked for
-        except Exception as error:  # whatever the hub, the network or the data set's own files have to say
-            raise MarsError(f"cannot load the data set {data}: {first_line(error.__cause__ or error)}") from None
-    if not rows:
-        raise MarsError(f"{data} is empty")
-    return rows
-
-
-def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
-    """Rows of chat data: those of the toy for "toy", else see `read_rows`."""
-    if data == "toy":
-        return toy_rows(split, 20_000, seed)
-    rows = read_rows(data, split)
-    if not any(messages_of(row) for row in rows):
-        columns = ", ".join(rows[0]) or "none at all"
-        raise MarsError(f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
-    return rows
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids of a conversation up to the point where the assistant is to answer."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False).input_ids  # subtle: the template writes BOS itself, if it wants one
-
-
-@functools.cache
-def closing_token(tokenizer) -> int:
-    """The token with which the chat template ends an assistant's turn, else the tokenizer's end token."""
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("@@")[2]
-    specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return next((t for t in tokenizer(tail, add_special_tokens=False).input_ids if t in specials), tokenizer.eos_token_id)
-
-
-class Unusable(Exception):
-    """Why there is nothing to learn from an assistant's turn."""
-
-
-def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
-    """One row of data as examples (prompt ids, response ids), one for every assistant turn, through its end token.
-
-    Also returns what is wrong with turns that cannot be trained on: they are empty, say, or their prompt fills `max_length`.
-    """
-    messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
-    turns, examples, problems = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], [], []
-    for i in turns:
-        try:
-            prompt, response = encode_turn(tokenizer, messages[: i + 1], row.get("tools"))
-            if not prompt:
-                raise Unusable("nothing comes before the response")
-            if len(prompt) >= max_length:
-                raise Unusable(f"prompt of {max_length} tokens or more")
-            examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
-        except Unusable as problem:
-            problems.append(str(problem))
-    return examples, problems if turns else ["no assistant turn"]
-
-
-def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | str | None) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a chat that ends with an assistant's turn; `tools` may be JSON text.
-
-    Few templates mark what the assistant generates: we render the chat with and without its last turn.
-    """
-    if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
-        raise Unusable("empty response")
-    try:
-        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        start = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
-        full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    except Exception as error:  # some templates refuse system turns, say, or two questions in a row
-        raise Unusable(f"refused by the chat template ({first_line(error)})") from None
-    if not full.startswith(start):
-        raise Unusable("the chat template writes a question differently once it is answered")
-    prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full))
-    if whole[: len(prompt)] == prompt:
-        response = whole[len(prompt) :]
-    else:  # a token reaches over the border, but the decoder will begin at the border
-        response = tokenizer(full[len(start) :], add_special_tokens=False).input_ids
-    end = closing_token(tokenizer)
-    # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
-    return prompt, response[: len(response) - response[::-1].index(end)] if end in response else [*response, end]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # The attention mask (§3.2, Eq. 2)
 # ---------------------------------------------------------------------------------------------------------------------
 # A training row is a clean stream, prompt and response, followed by a noisy stream: one mask each for (most of) the
@@ -461,293 +248,6 @@ def count_targets(batch: list[Example], block_size: int, full_block: bool = Fals
     """(AR, mask) counts of supervised tokens: the `totals` of `mars_loss`."""
     masks = sum(len(noisy_stream(len(response), block_size, phase, full_block)[0]) for _, response, phase in batch)
     return sum(len(response) for _, response, _ in batch), masks
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training, in one process or in several that torchrun has started
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def processes() -> tuple[int, int]:
-    """(rank, how many): which of the processes this is that train together, and how many they are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def keep_memory() -> None:
-    """Let this process keep the memory that it frees: to get it back from Linux, page by page, can be a tenth of a step."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # mallopt(3) is glibc's
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes: the most that it takes
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back at the end of the heap
-
-
-def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
-    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1; the first `start` are passed over.
-
-    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and phase are
-    functions of (seed, visit, example) alone: no split of the work among batches or processes changes them.
-    """
-    first, done = divmod(start, len(examples))
-    for visit in itertools.count(first):
-        order = random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples))
-        for i in order[done if visit == first else 0 :]:
-            phase = 0 if fixed_phase else random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
-            yield (*examples[i], phase)
-
-
-class Loss(torch.nn.Module):
-    """`mars_loss` as the forward of a module, for this is what several processes wrap.
-
-    subtle: they gather weights and average gradients around the forward of the module that is wrapped. `mars_loss` calls
-    the decoder and the output layer by themselves; outside such a forward, each process would train a model of its own.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args, **options):
-        return mars_loss(self.model, *args, **options)
-
-
-class Training:
-    """One stage of fine-tuning: what must be kept to go on with it after an interruption as if there had been none.
-
-    AdamW, 3 % linear warm-up, then cosine decay (§4.1). With several processes every one has a copy of the model, or with
-    `shard` a share of weights, gradients and optimiser state, and gathers a layer's weights when it needs them.
-    """
-
-    def __init__(self, model, steps: int, lr: float, shard: bool = False):
-        self.model, self.steps, self.step, self.loss, self.shard = model, steps, 0, Loss(model), shard
-        if shard:
-            # The model may still be on the CPU: a share goes to its device when it is cut off.
-            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if torch.cuda.is_available() else {}
-            layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-            for module in [*layers, self.loss]:
-                fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
-        elif processes()[1] > 1:
-            self.loss = DistributedDataParallel(self.loss, forward_sync_buffers=False)
-        self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
-        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, math.ceil(0.03 * steps), steps)
-
-    def state(self) -> tuple[dict, dict]:
-        """(weights, the rest) as plain tensors in the first process's memory, however they are shared; all must call this."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=options)
-        for name in self.model.all_tied_weights_keys:  # the second name of a weight
-            weights.pop(name, None)
-        optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
-        return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
-
-    def restore(self, rest: dict) -> None:
-        self.step = rest["step"]
-        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=StateDictOptions(full_state_dict=True))
-        self.schedule.load_state_dict(rest["schedule"])
-
-
-def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int, accumulate: int = 1, ar_weight: float = 1.0,
-          fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
-    """Run the steps of a stage that are left, in place; block_size 1 is the AR stage. Yields a report after every step.
-
-    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient, clipped at 1, does not
-    depend on how its examples are split. Weights are float32 everywhere; on CUDA the arithmetic is autocast to bfloat16.
-    """
-    model, (rank, world) = training.model, processes()
-    size = batch_size * accumulate * world
-    stream = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
-    model.train()
-    while training.step < training.steps:
-        batch = list(itertools.islice(stream, size))
-        if size > batch_size:  # texts of like length share a forward pass: less padding. The longest go first: if they fit, all do
-            batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
-        mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
-        totals, sums = count_targets(batch, block_size, full_block), 0
-        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout: nothing to keep for a restart
-        for micro in mine:
-            last = micro is mine[-1]
-            with contextlib.nullcontext() if last or training.shard or world == 1 else training.loss.no_sync():
-                with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-                    loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block, totals)
-                (world * loss).backward()  # subtle: processes average their gradients, but these are parts of a sum
-            sums = sums + torch.stack(list(parts.values()))  # [3, B + 1]
-        if world > 1:
-            dist.all_reduce(sums)
-        norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        training.schedule.step()
-        training.step += 1
-        norm = norm.full_tensor() if training.shard else norm
-        yield {"step": training.step, "lr": training.schedule.get_last_lr()[0], "grad_norm": norm, **dict(zip(parts, sums))}
-    model.eval()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: plain Hugging Face folders
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype to work with: CUDA in bfloat16 where there is one (with torchrun, one for each process), else the
-    CPU in float32."""
-    device = torch.device(device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None, need_template: bool = False):
-    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot.
-
-    A tokenizer without a chat template gets a plain one, with a note to the user, or is refused with `need_template`.
-    """
-    device, dtype = pick(device, dtype)
-    advice = "make one with `python mars.py train`, or name another with --model"
-    if not Path(path).is_dir() and (path.count("/") > 1 or "/" in path and Path(path).parent.is_dir()):
-        raise MarsError(f"there is no checkpoint at {path}: {advice}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # missing, truncated, not a model, no network: whatever the libraries have to say
-        raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
-    if info["missing_keys"]:
-        raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
-    if not tokenizer.chat_template:
-        if need_template:
-            raise MarsError(f"{path} has no chat template: name an instruction-tuned model with --model")
-        print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
-        adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]  # then the model expects it, and templates write it
-        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + PLAIN_TEMPLATE
-    tidy(model, tokenizer)
-    model.to(device).eval()
-    check_supported(model)
-    check_invariant(model)
-    return model, tokenizer
-
-
-def tidy(model, tokenizer) -> None:
-    """Reduce the generation config to greedy decoding, so that ours and Hugging Face's `generate` do and stop alike.
-
-    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the mask token.
-    """
-    old, mask_id = model.generation_config, getattr(model.config, "mars_mask_token_id", None)
-    named = [old.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id, closing_token(tokenizer)]
-    ends = {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
-    suppressed = {*(old.suppress_tokens or []), *([] if mask_id is None else [mask_id])}
-    model.generation_config = GenerationConfig(
-        bos_token_id=model.config.bos_token_id,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
-        suppress_tokens=sorted(suppressed) or None,
-    )
-
-
-def check_supported(model) -> None:
-    """Refuse, with the reason, what a mask or a cache of our own would silently get wrong."""
-    kind, attention = model.config.model_type, model.config._attn_implementation
-    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
-    if attention not in ("sdpa", "eager"):
-        raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
-    if others or model._is_stateful:
-        raise MarsError(f"{kind} has layers for which our masks are not right ({', '.join(others) or 'recurrent'}): not supported")
-
-
-@torch.no_grad()
-def check_head(model) -> None:
-    """Refuse to train a model whose logits are not what `project` makes of its hidden states."""
-    ids = torch.arange(4, device=model.device)[None]
-    ours = project(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(ours, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4):
-        raise MarsError(f"{model.config.model_type} does more after its output layer than scale and cap: not supported")
-
-
-def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
-    """The id of the mask token, which adds no parameter: it takes an embedding row that the model has already.
-
-    In this order: the token called `name`, if it exists and is special; the tokenizer's own mask token; a new name on a
-    row that no token uses. Raises MarsError where there is none, with the candidates for `name`.
-    """
-    busy = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in busy}
-    if name in special:
-        tokenizer.mask_token = name
-    elif name is None and tokenizer.mask_token is not None:
-        pass
-    elif len(tokenizer) < model.get_input_embeddings().num_embeddings and name not in tokenizer.get_vocab():
-        tokenizer.add_special_tokens({"mask_token": name or "<|mask|>"})
-    else:
-        problem = f"{name} is not an unused special token" if name else "the model has no room for a mask token"
-        raise MarsError(f"{problem}: name one with --mask-token, of {' '.join(special) or 'which this tokenizer has none'}")
-    return tokenizer.mask_token_id
-
-
-def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None) -> None:
-    """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
-    model.config.mars_block_size = block_size if block_size > 1 else None
-    model.config.mars_mask_token_id = mask_id if block_size > 1 else None
-    tidy(model, tokenizer)
-    model.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-
-
-# While a stage is trained, OUT/STAGE-N is its checkpoint after N steps: a plain folder, with the rest of the training state in
-# training.pt. The last one becomes OUT/STAGE. A folder is written as OUT/.STAGE-N and then renamed; one that is to go is first
-# renamed to that and then removed. So whenever the process dies, a folder without the dot is whole.
-
-
-def checkpoints(out: Path, stage: str) -> list[Path]:
-    """The checkpoints OUT/STAGE-N of a stage, oldest first."""
-    found = [path for path in out.glob(f"{stage}-*") if re.fullmatch(rf"{stage}-\d+", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def discard(folder: Path) -> None:
-    hidden = folder.with_name("." + folder.name)
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def prune(out: Path, stage: str, keep: int) -> None:
-    """Discard all checkpoints OUT/STAGE-N but the last few."""
-    for old in checkpoints(out, stage)[:-keep]:
-        discard(old)
-
-
-def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block_size: int, mask_id: int, settings: dict, keep: int) -> None:
-    """Write OUT/STAGE-N and keep the last few. Raises MarsError if it cannot; what was there before is then still there."""
-    weights, rest = training.state()
-    folder, problem = out / f"{stage}-{training.step}", [None]
-    if processes()[0] == 0:
-        beside = folder.with_name("." + folder.name)
-        shutil.rmtree(beside, ignore_errors=True)
-        try:
-            save(training.model, tokenizer, beside, block_size, mask_id, weights)
-            torch.save(rest, beside / "training.pt")
-            (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
-            beside.rename(folder)
-            prune(out, stage, keep)
-        except Exception as error:  # a full disk has many names: OSError, torch's RuntimeError, SafetensorError
-            shutil.rmtree(beside, ignore_errors=True)
-            problem = [first_line(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(problem)  # also: nobody goes on before the checkpoint is there
-    if problem[0]:
-        last = checkpoints(out, stage)[-1:]
-        good = f"{last[0]} is the last good checkpoint, from which --resume goes on" if last else "there is no earlier checkpoint of this stage"
-        raise MarsError(f"cannot write {folder} ({problem[0]}): {good}")
-
-
-def finish(out: Path, stage: str, keep: int) -> None:
-    """The last checkpoint becomes OUT/STAGE, and counts among those that are kept."""
-    if processes()[0] == 0:
-        prune(out, stage, keep)
-        last = checkpoints(out, stage)[-1]
-        if (out / stage).exists():
-            discard(out / stage)
-        last.rename(out / stage)
-        (out / stage / "training.pt").unlink()
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1208,6 +708,510 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
     """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
     outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
     return [outs[index] for index in range(len(prompts))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training, in one process or in several that torchrun has started
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def processes() -> tuple[int, int]:
+    """(rank, how many): which of the processes this is that train together, and how many they are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees: to get it back from Linux, page by page, can be a tenth of a step."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # mallopt(3) is glibc's
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes: the most that it takes
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back at the end of the heap
+
+
+def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
+    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1; the first `start` are passed over.
+
+    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and phase are
+    functions of (seed, visit, example) alone: no split of the work among batches or processes changes them.
+    """
+    first, done = divmod(start, len(examples))
+    for visit in itertools.count(first):
+        order = random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples))
+        for i in order[done if visit == first else 0 :]:
+            phase = 0 if fixed_phase else random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
+            yield (*examples[i], phase)
+
+
+class Loss(torch.nn.Module):
+    """`mars_loss` as the forward of a module, for this is what several processes wrap.
+
+    subtle: they gather weights and average gradients around the forward of the module that is wrapped. `mars_loss` calls
+    the decoder and the output layer by themselves; outside such a forward, each process would train a model of its own.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **options):
+        return mars_loss(self.model, *args, **options)
+
+
+class Training:
+    """One stage of fine-tuning: what must be kept to go on with it after an interruption as if there had been none.
+
+    AdamW, 3 % linear warm-up, then cosine decay (§4.1). With several processes every one has a copy of the model, or with
+    `shard` a share of weights, gradients and optimiser state, and gathers a layer's weights when it needs them.
+    """
+
+    def __init__(self, model, steps: int, lr: float, shard: bool = False):
+        self.model, self.steps, self.step, self.loss, self.shard = model, steps, 0, Loss(model), shard
+        if shard:
+            # The model may still be on the CPU: a share goes to its device when it is cut off.
+            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if torch.cuda.is_available() else {}
+            layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+            for module in [*layers, self.loss]:
+                fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
+        elif processes()[1] > 1:
+            self.loss = DistributedDataParallel(self.loss, forward_sync_buffers=False)
+        self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
+        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, math.ceil(0.03 * steps), steps)
+
+    def state(self) -> tuple[dict, dict]:
+        """(weights, the rest) as plain tensors in the first process's memory, however they are shared; all must call this."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=options)
+        for name in self.model.all_tied_weights_keys:  # the second name of a weight
+            weights.pop(name, None)
+        optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
+        return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
+
+    def restore(self, rest: dict) -> None:
+        self.step = rest["step"]
+        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=StateDictOptions(full_state_dict=True))
+        self.schedule.load_state_dict(rest["schedule"])
+
+
+def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int, accumulate: int = 1, ar_weight: float = 1.0,
+          fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
+    """Run the steps of a stage that are left, in place; block_size 1 is the AR stage. Yields a report after every step.
+
+    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient, clipped at 1, does not
+    depend on how its examples are split. Weights are float32 everywhere; on CUDA the arithmetic is autocast to bfloat16.
+    """
+    model, (rank, world) = training.model, processes()
+    size = batch_size * accumulate * world
+    stream = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
+    model.train()
+    while training.step < training.steps:
+        batch = list(itertools.islice(stream, size))
+        if size > batch_size:  # texts of like length share a forward pass: less padding. The longest go first: if they fit, all do
+            batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
+        mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
+        totals, sums = count_targets(batch, block_size, full_block), 0
+        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout: nothing to keep for a restart
+        for micro in mine:
+            last = micro is mine[-1]
+            with contextlib.nullcontext() if last or training.shard or world == 1 else training.loss.no_sync():
+                with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                    loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block, totals)
+                (world * loss).backward()  # subtle: processes average their gradients, but these are parts of a sum
+            sums = sums + torch.stack(list(parts.values()))  # [3, B + 1]
+        if world > 1:
+            dist.all_reduce(sums)
+        norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.schedule.step()
+        training.step += 1
+        norm = norm.full_tensor() if training.shard else norm
+        yield {"step": training.step, "lr": training.schedule.get_last_lr()[0], "grad_norm": norm, **dict(zip(parts, sums))}
+    model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: plain Hugging Face folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype to work with: CUDA in bfloat16 where there is one (with torchrun, one for each process), else the
+    CPU in float32."""
+    device = torch.device(device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None, need_template: bool = False):
+    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot.
+
+    A tokenizer without a chat template gets a plain one, with a note to the user, or is refused with `need_template`.
+    """
+    device, dtype = pick(device, dtype)
+    advice = "make one with `python mars.py train`, or name another with --model"
+    if not Path(path).is_dir() and (path.count("/") > 1 or "/" in path and Path(path).parent.is_dir()):
+        raise MarsError(f"there is no checkpoint at {path}: {advice}")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # missing, truncated, not a model, no network: whatever the libraries have to say
+        raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
+    if info["missing_keys"]:
+        raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
+    if not tokenizer.chat_template:
+        if need_template:
+            raise MarsError(f"{path} has no chat template: name an instruction-tuned model with --model")
+        print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
+        adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]  # then the model expects it, and templates write it
+        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + PLAIN_TEMPLATE
+    tidy(model, tokenizer)
+    model.to(device).eval()
+    check_supported(model)
+    check_invariant(model)
+    return model, tokenizer
+
+
+def tidy(model, tokenizer) -> None:
+    """Reduce the generation config to greedy decoding, so that ours and Hugging Face's `generate` do and stop alike.
+
+    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the mask token.
+    """
+    old, mask_id = model.generation_config, getattr(model.config, "mars_mask_token_id", None)
+    named = [old.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id, closing_token(tokenizer)]
+    ends = {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+    suppressed = {*(old.suppress_tokens or []), *([] if mask_id is None else [mask_id])}
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
+        suppress_tokens=sorted(suppressed) or None,
+    )
+
+
+def check_supported(model) -> None:
+    """Refuse, with the reason, what a mask or a cache of our own would silently get wrong."""
+    kind, attention = model.config.model_type, model.config._attn_implementation
+    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
+    if attention not in ("sdpa", "eager"):
+        raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
+    if others or model._is_stateful:
+        raise MarsError(f"{kind} has layers for which our masks are not right ({', '.join(others) or 'recurrent'}): not supported")
+
+
+@torch.no_grad()
+def check_head(model) -> None:
+    """Refuse to train a model whose logits are not what `project` makes of its hidden states."""
+    ids = torch.arange(4, device=model.device)[None]
+    ours = project(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    if not torch.allclose(ours, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4):
+        raise MarsError(f"{model.config.model_type} does more after its output layer than scale and cap: not supported")
+
+
+def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
+    """The id of the mask token, which adds no parameter: it takes an embedding row that the model has already.
+
+    In this order: the token called `name`, if it exists and is special; the tokenizer's own mask token; a new name on a
+    row that no token uses. Raises MarsError where there is none, with the candidates for `name`.
+    """
+    busy = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in busy}
+    if name in special:
+        tokenizer.mask_token = name
+    elif name is None and tokenizer.mask_token is not None:
+        pass
+    elif len(tokenizer) < model.get_input_embeddings().num_embeddings and name not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens({"mask_token": name or "<|mask|>"})
+    else:
+        problem = f"{name} is not an unused special token" if name else "the model has no room for a mask token"
+        raise MarsError(f"{problem}: name one with --mask-token, of {' '.join(special) or 'which this tokenizer has none'}")
+    return tokenizer.mask_token_id
+
+
+def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None) -> None:
+    """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
+    model.config.mars_block_size = block_size if block_size > 1 else None
+    model.config.mars_mask_token_id = mask_id if block_size > 1 else None
+    tidy(model, tokenizer)
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+
+
+# While a stage is trained, OUT/STAGE-N is its checkpoint after N steps: a plain folder, with the rest of the training state in
+# training.pt. The last one becomes OUT/STAGE. A folder is written as OUT/.STAGE-N and then renamed; one that is to go is first
+# renamed to that and then removed. So whenever the process dies, a folder without the dot is whole.
+
+
+def checkpoints(out: Path, stage: str) -> list[Path]:
+    """The checkpoints OUT/STAGE-N of a stage, oldest first."""
+    found = [path for path in out.glob(f"{stage}-*") if re.fullmatch(rf"{stage}-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def discard(folder: Path) -> None:
+    hidden = folder.with_name("." + folder.name)
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def prune(out: Path, stage: str, keep: int) -> None:
+    """Discard all checkpoints OUT/STAGE-N but the last few."""
+    for old in checkpoints(out, stage)[:-keep]:
+        discard(old)
+
+
+def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block_size: int, mask_id: int, settings: dict, keep: int) -> None:
+    """Write OUT/STAGE-N and keep the last few. Raises MarsError if it cannot; what was there before is then still there."""
+    weights, rest = training.state()
+    folder, problem = out / f"{stage}-{training.step}", [None]
+    if processes()[0] == 0:
+        beside = folder.with_name("." + folder.name)
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            save(training.model, tokenizer, beside, block_size, mask_id, weights)
+            torch.save(rest, beside / "training.pt")
+            (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
+            beside.rename(folder)
+            prune(out, stage, keep)
+        except Exception as error:  # a full disk has many names: OSError, torch's RuntimeError, SafetensorError
+            shutil.rmtree(beside, ignore_errors=True)
+            problem = [first_line(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(problem)  # also: nobody goes on before the checkpoint is there
+    if problem[0]:
+        last = checkpoints(out, stage)[-1:]
+        good = f"{last[0]} is the last good checkpoint, from which --resume goes on" if last else "there is no earlier checkpoint of this stage"
+        raise MarsError(f"cannot write {folder} ({problem[0]}): {good}")
+
+
+def finish(out: Path, stage: str, keep: int) -> None:
+    """The last checkpoint becomes OUT/STAGE, and counts among those that are kept."""
+    if processes()[0] == 0:
+        prune(out, stage, keep)
+        last = checkpoints(out, stage)[-1]
+        if (out / stage).exists():
+            discard(out / stage)
+        last.rename(out / stage)
+        (out / stage / "training.pt").unlink()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Chat data
+# ---------------------------------------------------------------------------------------------------------------------
+
+PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
+    "{% for m in messages %}{{ m['role'].capitalize() + ':\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
+)
+
+
+def messages_of(row: dict) -> list[dict] | None:
+    """The chat in a row of data: `messages`, or `question`/`answer`, or `prompt`/`completion`; None if it has none."""
+    if isinstance(row.get("messages"), list) and all(isinstance(message, dict) for message in row["messages"]):
+        return row["messages"]
+    for ask, reply in (("question", "answer"), ("prompt", "completion")):
+        if isinstance(row.get(ask), str) and isinstance(row.get(reply), str):
+            return [{"role": "user", "content": row[ask]}, {"role": "assistant", "content": row[reply]}]
+    return None
+
+
+def read_rows(data: str, split: str) -> Sequence[dict]:
+    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set: a local folder, or NAME or NAME:CONFIG on the hub."""
+    path, rows = Path(data), []
+    if path.suffix in (".json", ".jsonl", ".gz") or path.is_file():
+        if not path.is_file():
+            raise MarsError(f"there is no data file {data}")
+        try:
+            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
+                for number, line in enumerate(lines, 1):
+                    rows += [dict(json.loads(line))] if line.strip() else []
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise MarsError(f"cannot unpack {data}: {first_line(error)}") from None
+        except (ValueError, TypeError):
+            raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
+    else:
+        from datasets import load_dataset
+
+        try:
+            rows = load_dataset(*data.split(":"), split=split)  # stays on disk: rows are read as they are asked for
+        except Exception as error:  # whatever the hub, the network or the data set's own files have to say
+            raise MarsError(f"cannot load the data set {data}: {first_line(error.__cause__ or error)}") from None
+    if not rows:
+        raise MarsError(f"{data} is empty")
+    return rows
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """The token ids of a conversation up to the point where the assistant is to answer."""
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False).input_ids  # subtle: the template writes BOS itself, if it wants one
+
+
+@functools.cache
+def closing_token(tokenizer) -> int:
+    """The token with which the chat template ends an assistant's turn, else the tokenizer's end token."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("@@")[2]
+    specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    return next((t for t in tokenizer(tail, add_special_tokens=False).input_ids if t in specials), tokenizer.eos_token_id)
+
+
+class Unusable(Exception):
+    """Why there is nothing to learn from an assistant's turn."""
+
+
+def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
+    """One row of data as examples (prompt ids, response ids), one for every assistant turn, through its end token.
+
+    Also returns what is wrong with turns that cannot be trained on: they are empty, say, or their prompt fills `max_length`.
+    """
+    messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
+    turns, examples, problems = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], [], []
+    for i in turns:
+        try:
+            prompt, response = encode_turn(tokenizer, messages[: i + 1], row.get("tools"))
+            if not prompt:
+                raise Unusable("nothing comes before the response")
+            if len(prompt) >= max_length:
+                raise Unusable(f"prompt of {max_length} tokens or more")
+            examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
+        except Unusable as problem:
+            problems.append(str(problem))
+    return examples, problems if turns else ["no assistant turn"]
+
+
+def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | str | None) -> tuple[list[int], list[int]]:
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn; `tools` may be JSON text.
+
+    Few templates mark what the assistant generates: we render the chat with and without its last turn.
+    """
+    if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
+        raise Unusable("empty response")
+    try:
+        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
+        start = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
+        full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    except Exception as error:  # some templates refuse system turns, say, or two questions in a row
+        raise Unusable(f"refused by the chat template ({first_line(error)})") from None
+    if not full.startswith(start):
+        raise Unusable("the chat template writes a question differently once it is answered")
+    prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full))
+    if whole[: len(prompt)] == prompt:
+        response = whole[len(prompt) :]
+    else:  # a token reaches over the border, but the decoder will begin at the border
+        response = tokenizer(full[len(start) :], add_special_tokens=False).input_ids
+    end = closing_token(tokenizer)
+    # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
+    return prompt, response[: len(response) - response[::-1].index(end)] if end in response else [*response, end]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A toy world of problems, to see the whole method work in minutes
+# ---------------------------------------------------------------------------------------------------------------------
+# A language model is unsure where the writer had a choice and sure where the text was forced. The toy text has both:
+# names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow from the question.
+
+NAMES = "Ann Ben Cara Dan Eve Finn Gus Hana Ivan Jade Kim Leo".split()
+THINGS = "apples books cards coins eggs figs keys pens plums shells stamps toys".split()
+STORIES = {  # the two operations: the question
+    "+-": "{n} has {a} {t}, <gets|finds|buys> {b} more and <then|later> <loses|sells|gives away> {c}.",
+    "-+": "{n} has {a} {t}, <loses|sells|gives away> {b} and <then|later> <gets|finds|buys> {c} more.",
+}
+ASK = " How many {t} does {n} have <now|in the end|after that>?"
+ANSWER = (
+    "<First|At first|To begin with|In the beginning>, {n} <has|holds|counts|owns> {a}{op}{b}={r} {t}. "
+    "<Then|Next|After that|So in the end>, <{n} has|{n} is left with|that makes|this leaves> {r}{op2}{c}={s} {t}.\n#### {s}"
+)
+FUNCTIONS = [  # argument, docstring, reference expression, body
+    ("x", "<Take|Start with> x, {do} and then {do2}.", "(x {op} {a}) {op2} {b}",
+     "    {v} = x {op} {a}\n    <return {v} {op2} {b}|{v} = {v} {op2} {b}\n    return {v}>"),
+    ("xs", "<Return|Give> the sum of the numbers in xs that are {than} {a}, but {do2} each time.",
+     "sum(x {op2} {b} for x in xs if x {cond} {a})",
+     "    {v} = 0\n    for {i} in xs:\n        if {i} {cond} {a}:\n            {v} += {i} {op2} {b}\n    return {v}"),
+    ("xs", "<Return|Give> how many numbers in xs are {than} {a} when you {do2}.",
+     "len([x for x in xs if x {op2} {b} {cond} {a}])",
+     "    {v} = 0\n    for {i} in xs:\n        if {i} {op2} {b} {cond} {a}:\n            {v} += 1\n    return {v}"),
+    ("xs", "<Return|Give> a list of the numbers in xs that are {than} {a}, but {do2} each time.",
+     "[x {op2} {b} for x in xs if x {cond} {a}]",
+     "    <return [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]|"
+     "{v} = [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]\n    return {v}>"),
+]  # fmt: skip
+
+
+def vary(rng: random.Random, text: str, **fields) -> str:
+    """Resolve every <one|of|these> at random, then fill in the {fields}."""
+    return re.sub(r"<([^<>]*)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
+
+
+def toy_maths(rng: random.Random) -> dict:
+    """A two-step word problem in GSM8K's form. `key` is what makes it the problem that it is: the two steps."""
+    (op, op2), story = rng.choice(list(STORIES.items()))
+    a, b, c = (rng.randint(2, 9) for _ in range(3))
+    r, s = (a + b, a + b - c) if op == "+" else (a, a + c)
+    a = a if op == "+" else a + b
+    if s < 0:
+        return toy_maths(rng)
+    fields = dict(n=rng.choice(NAMES), t=rng.choice(THINGS), a=a, b=b, c=c, r=r, s=s, op=op, op2=op2)
+    question, answer = vary(rng, story + ASK, **fields), vary(rng, ANSWER, **fields)
+    return {"task": "maths", "key": f"{a}{op}{b}{op2}{c}", "question": question, "answer": answer}
+
+
+def toy_code(rng: random.Random) -> dict:
+    """A small Python function in HumanEval's form: signature and docstring in, body out, and a test to run."""
+    argument, docstring, reference, body = rng.choice(FUNCTIONS)
+    do = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
+    op, op2, cond, a, b = rng.choice("+-*"), rng.choice("+-*"), rng.choice("<>"), rng.randint(2, 12), rng.randint(2, 12)
+    fields = dict(op=op, op2=op2, cond=cond, a=a, b=b, do=do[op].format(a), do2=do[op2].format(b))
+    fields |= dict(than={"<": "less than", ">": "greater than"}[cond])
+    fields |= dict(v=rng.choice(["result", "total", "value", "answer"]), i=rng.choice(["x", "n", "item", "number"]))
+    name, expression = rng.choice(["solve", "compute", "work", "task"]), reference.format(**fields)
+    draws = [[rng.randint(0, 20) for _ in range(6)] for _ in range(3)]
+    inputs = [d[0] if argument == "x" else d for d in draws]
+    test = "\n".join(f"assert {name}({v}) == {eval(expression, {argument: v})}" for v in inputs)
+    prompt = f'def {name}({argument}):\n    """{vary(rng, docstring, **fields)}"""\n'
+    return {"task": "code", "key": expression, "prompt": prompt, "completion": vary(rng, body, **fields), "test": test}
+
+
+def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
+    """`n` toy problems, maths and code in turn. A problem's numbers put it in "train" or in "test", never in both."""
+    rng, rows = random.Random(f"{seed}/{split}"), []
+    while len(rows) < n:
+        row = toy_code(rng) if len(rows) % 2 else toy_maths(rng)
+        if (zlib.crc32(row["key"].encode()) % 8 == 0) == (split == "test"):
+            rows.append(row)
+    return rows
+
+
+def toy_model(seed: int = 0):
+    """A Qwen2-type model of 1.2 million parameters and a byte-level BPE tokenizer trained on the toy text."""
+    texts = ("User:\n{}\nAssistant:\n{}".format(*(m["content"] for m in messages_of(row))) for row in toy_rows("train", 4000, seed))
+    names = dict(pad_token="<|pad|>", eos_token="<|end|>", mask_token="<|mask|>", unk_token=None)
+    tokenizer = transformers.Qwen2Tokenizer(**names).train_new_from_iterator(texts, vocab_size=640, show_progress=False)
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    torch.manual_seed(seed)
+    config = transformers.Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=384, num_hidden_layers=4, num_attention_heads=5,
+        num_key_value_heads=5, max_position_embeddings=512, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return transformers.Qwen2ForCausalLM(config), tokenizer
+
+
+def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
+    """Rows of chat data: those of the toy for "toy", else see `read_rows`."""
+    if data == "toy":
+        return toy_rows(split, 20_000, seed)
+    rows = read_rows(data, split)
+    if not any(messages_of(row) for row in rows):
+        columns = ", ".join(rows[0]) or "none at all"
+        raise MarsError(f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
