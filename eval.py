@@ -55,54 +55,13 @@ def fields(rows: Iterable[dict], args, *names: str) -> list[dict]:
 # Toy: held-out problems of the world that `python mars.py train` learns
 # ---------------------------------------------------------------------------------------------------------------------
 
-TOY_PYTHON = (  # all that a toy function is made of: no call, attribute, import or while
-    ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Expr, ast.Constant, ast.Return, ast.Assign, ast.AugAssign, ast.For,
-    ast.If, ast.Name, ast.List, ast.ListComp, ast.comprehension, ast.BinOp, ast.Compare, ast.Add, ast.Sub, ast.Mult, ast.Lt, ast.Gt,
-    ast.Load, ast.Store,
-)  # fmt: skip
-
-
-def passes_test(problem: dict, completion: str) -> bool:
-    """Whether the function that `problem["prompt"]` and `completion` make passes its test.
-
-    Model-written code is run here, so it is looked at first: what is not written in the toy's few words of Python fails
-    unread. Its time and memory are bounded: there is one loop, sums and products are of a variable and a small number, and
-    in a loop the variable is the loop's own, so that nothing grows from round to round.
-    """
-    try:
-        tree = ast.parse(problem["prompt"] + completion)
-        nodes = list(ast.walk(tree))
-        loops = [n for n in nodes if isinstance(n, (ast.For, ast.comprehension))]
-        own = {n.id for loop in loops for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-        stored = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-        sums = [n for n in nodes if isinstance(n, ast.BinOp)]
-        if len(tree.body) > 1 or len(loops) > 1 or not all(isinstance(n, TOY_PYTHON) for n in nodes):
-            return False
-        if any(stored.count(name) > 1 for name in own) or sum(isinstance(n.op, ast.Mult) for n in sums) > 2:
-            return False
-        for n in sums:
-            small = isinstance(n.right, ast.Constant) and type(n.right.value) is int and n.right.value <= 100
-            if not (small and isinstance(n.left, ast.Name) and n.left.id in (own or {n.left.id})):
-                return False
-        if not all(isinstance(n.op, ast.Add) and isinstance(n.value, (ast.BinOp, ast.Constant)) for n in nodes if isinstance(n, ast.AugAssign)):
-            return False
-        scope = {"__builtins__": {}}
-        exec(compile(tree, "completion", "exec"), scope)
-        exec(problem["test"], scope)
-    except Exception:  # whatever a wrong program may raise: it is wrong
-        return False
-    return True
-
-
 def toy_problems(args) -> list[dict]:
     rows = mars.toy_rows("test", args.limit)
     return [{**row, "id": f"toy/{i}", "prompt": mars.messages_of(row)[0]["content"]} for i, row in enumerate(rows)]
 
 
 def score_toy(problem: dict, completion: str, args) -> dict:
-    if problem["task"] == "maths":
-        return score_number(problem, completion, args)
-    return {"extracted": completion, "correct": passes_test(problem, completion), "error": None}
+    return score_number(problem, completion, args)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ import argparse
 import bisect
 import collections
 import contextlib
-import ctypes
 import datetime
 import functools
 import gzip
@@ -65,21 +64,22 @@ class MarsError(ValueError):
     """Something the user can put right: one line that says what was wrong and what to do."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The attention mask (§3.2, Eq. 2)
-# ---------------------------------------------------------------------------------------------------------------------
-# A training row is a clean stream, prompt and response, followed by a noisy stream: one mask each for (most of) the
-# response indices i. Blocks are counted with a phase φ: index i lies in block k = (i + φ) // B, which starts at response
-# index s = max(0, kB - φ). Eq. 4 and 6 say that a block's first target sees clean text only: with the right shift of
-# Figure 2 that is the clean stream's own prediction of x_s. Every target of a mask has one or more masks before it.
+# --------------------------------------------------------------------------------------------------
+# A training row is a clean stream, prompt and response, followed by a noisy stream: one mask each for
+# (most of) the response indices i. Blocks are counted with a phase φ: index i lies in block
+# k = (i + φ) // B, which starts at response index s = max(0, kB - φ). Eq. 4 and 6 say that a block's
+# first target sees clean text only: with the right shift of Figure 2 that target is the clean stream's
+# own prediction of x_s. Every target of a mask has one or more masks before it.
 
 
 @functools.lru_cache(10_000)
 def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
     """Response index i and block start s of every mask: two tensors [number of masks].
 
-    The mask at index i predicts x_{i+1}, so the last index needs none. A decoder reads B-1 masks, so the B-th of a
-    block is trained for nothing; `full_block` keeps it, as the paper does.
+    The mask at index i predicts x_{i+1}, so the last index needs none. A decoder reads B-1 masks, so
+    the B-th of a block is trained for nothing; `full_block` keeps it, as the paper does.
     """
     index = torch.arange(response_len - 1)
     start = ((index + phase) // block_size * block_size - phase).clamp(min=0)
@@ -87,10 +87,11 @@ def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block:
     return index[keep], start[keep]
 
 
-def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
-    """Who sees whom in one training row: bool [T, T], True where the query (row) may attend to the key (column).
+def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0,
+                   full_block: bool = False) -> torch.Tensor:  # fmt: skip
+    """What is visible in one training row: bool [T, T], True where the query (row) sees the key (column).
 
-    P = 2, R = 5, B = 3. The masks at index 0, 1 | 3 are written M0, M1 | M3; blocks start at index 0 and 3:
+    P = 2, R = 5, B = 3. The masks at index 0, 1 | 3 are written M0, M1 | M3; blocks start at 0 and 3:
 
                   p p 0 1 2 3 4   M0 M1 M3
             p     ■ · · · · · ·    ·  ·  ·
@@ -114,86 +115,81 @@ def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: i
     return mask
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The loss (§3.2, Eq. 5)
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 
 
-def pack(lengths: list[int]) -> list[tuple[int, int]]:
-    """(row, first column) of each text: long and short ones share rows, so that there is little padding.
+def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict:
+    """N examples, each a clean stream and then a noisy stream, padded on the right to T tokens.
 
-    There are as many rows as texts, or fewer, down to a fourth, whichever costs least; the longest text goes first, each to
-    the row that is shortest so far. N rows of T tokens cost N·T·(6H + T), layers and attention, for a hidden size H of about 700.
+    Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `visible` [N, 1, T, T]. The offset of
+    a supervised position names its prediction: 0 for the clean stream's (plain AR), j for the j-th mask
+    of a block.
     """
-    ways, longest_first = [], sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for rows in range(-(-len(lengths) // 4), len(lengths) + 1):
-        places, used = [(0, 0)] * len(lengths), [0] * rows
-        for i in longest_first:
-            row = used.index(min(used))
-            places[i] = row, used[row]
-            used[row] += lengths[i]
-        ways.append((rows * max(used) * (4096 + max(used)), places))
-    return min(ways)[1]
-
-
-def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict[str, torch.Tensor]:
-    """Examples, each a clean stream and then a noisy stream, packed into N rows of T tokens: none sees another.
-
-    Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `mask` [N, 1, T, T]. The offset of a supervised position
-    says which prediction it is: 0 for the clean stream's (plain AR), j for the j-th mask's of a block.
-    """
-    masks = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
-    lengths = [len(prompt) + len(response) + len(index) for (prompt, response, _), (index, _) in zip(batch, masks)]
-    places = pack(lengths)
-    N, T = 1 + max(row for row, _ in places), max(first + length for (_, first), length in zip(places, lengths))
+    streams = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
+    N = len(batch)
+    T = max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, streams))
     ids, positions = torch.full((N, T), mask_id), torch.zeros(N, T, dtype=torch.long)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
-    seen = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)  # subtle: padding sees itself, for a softmax over nothing is NaN
-    for (n, first), (prompt, response, phase), (index, start) in zip(places, batch, masks):
-        P, C, x = first + len(prompt), first + len(prompt) + len(response), torch.tensor(response)  # columns where response and masks begin
+    # subtle: a padded query sees itself, because a softmax over nothing is NaN
+    visible = torch.eye(T, dtype=torch.bool).repeat(N, 1, 1)
+    for n, ((prompt, response, phase), (index, start)) in enumerate(zip(batch, streams)):
+        P, C, x = len(prompt), len(prompt) + len(response), torch.tensor(response)
         end = C + len(index)
-        ids[n, first:C] = torch.tensor([*prompt, *response])
-        positions[n, first:C] = torch.arange(C - first)
-        positions[n, C:end] = len(prompt) + index  # subtle: a mask stands where its token stands
-        labels[n, P - 1 : C - 1], labels[n, C:end] = x, x[index + 1]  # subtle: right shift, position p predicts token p+1
+        ids[n, :C] = torch.tensor([*prompt, *response])
+        positions[n, :C] = torch.arange(C)
+        positions[n, C:end] = P + index  # subtle: a mask has the position of the token it stands for
+        labels[n, P - 1 : C - 1] = x  # subtle: right shift, position p predicts token p+1
+        labels[n, C:end] = x[index + 1]
         offsets[n, C:end] = index - start + 1
-        seen[n, first:end, first:end] = attention_mask(len(prompt), len(response), block_size, phase, full_block)
-    return {"ids": ids, "positions": positions, "labels": labels, "offsets": offsets, "mask": seen[:, None]}
+        visible[n, :end, :end] = attention_mask(P, len(response), block_size, phase, full_block)
+    return dict(ids=ids, positions=positions, labels=labels, offsets=offsets, visible=visible[:, None])
+
+
+def count_targets(batch: list[Example], block_size: int, full_block: bool = False) -> tuple[int, int]:
+    """(AR, mask) counts of supervised tokens: the `totals` of `mars_loss`."""
+    masks = sum(len(noisy_stream(len(r), block_size, phase, full_block)[0]) for _, r, phase in batch)
+    return sum(len(response) for _, response, _ in batch), masks
 
 
 def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_weight: float = 1.0,
               full_block: bool = False, totals: tuple[int, int] | None = None):  # fmt: skip
-    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its supervised tokens (Eq. 5). B = 1 is AR training.
+    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its supervised tokens (Eq. 5).
 
-    `totals` = (AR, mask) counts of supervised tokens: pass those of the whole optimiser step, over all micro-batches and
-    processes, and the gradients of the parts add up to that of the whole; by default, those of this batch.
+    B = 1 is AR training. `totals` = (AR, mask) counts of supervised tokens, by default those of this
+    batch. Pass those of the whole optimiser step, over all micro-batches and processes, and the
+    gradients of the parts add up to that of the whole.
 
-    Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset j, the summed
-    cross-entropy, the number of right top-1 predictions and the number of predictions.
+    Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset
+    j, the summed cross-entropy, the number of right top-1 predictions and the number of predictions.
     """
-    rows = {name: tensor.to(model.device) for name, tensor in collate(batch, block_size, mask_id, full_block).items()}
+    rows = collate(batch, block_size, mask_id, full_block)
+    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
     hidden = model.get_decoder()(
         input_ids=rows["ids"],
         position_ids=rows["positions"],
-        attention_mask=for_attention(rows["mask"], rows["positions"], rows["positions"], model),
+        attention_mask=by_layer(model, rows["visible"], rows["positions"], rows["positions"]),
         use_cache=False,
     ).last_hidden_state  # [N, T, hidden]
     supervised = rows["labels"] != IGNORE
-    labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S], S supervised positions
+    labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S] supervised positions
     nll, hits = token_losses(model, hidden[supervised], labels)  # [S], [S]
     values = {"nll": nll.detach().double(), "hits": hits.double(), "count": torch.ones_like(nll).double()}
-    parts = {name: torch.bincount(offsets, value, minlength=block_size + 1) for name, value in values.items()}
+    parts = {name: torch.bincount(offsets, v, minlength=block_size + 1) for name, v in values.items()}
     ar_total, mask_total = totals or count_targets(batch, block_size, full_block)
-    loss = ar_weight * nll[offsets == 0].sum() / max(ar_total, 1) + nll[offsets > 0].sum() / max(mask_total, 1)
-    return loss, parts
+    ar_loss = nll[offsets == 0].sum() / max(ar_total, 1)
+    mask_loss = nll[offsets > 0].sum() / max(mask_total, 1)
+    return mask_loss + ar_weight * ar_loss, parts
 
 
 def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and top-1 hit of each position, [S] and [S], from its hidden state [S, hidden] and label [S].
+    """Cross-entropy and top-1 hit of each position, [S] and [S], from hidden states [S, hidden].
 
-    With 150,000 ids the logits would be the peak of memory: they are made in chunks, and made again going backward.
+    With 150,000 ids the logits would be the peak of memory: they are computed in chunks, and computed
+    again in the backward pass.
     """
 
     def chunk(hidden, labels):
@@ -203,56 +199,46 @@ def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     size = max(1, CHUNK // model.config.get_text_config().vocab_size)
     if len(labels) <= size:
         return chunk(hidden, labels)
-    done = [checkpoint(chunk, h, y, use_reentrant=False) for h, y in zip(hidden.split(size), labels.split(size))]
-    return torch.cat([nll for nll, _ in done]), torch.cat([hit for _, hit in done])
+    pieces = zip(hidden.split(size), labels.split(size))
+    done = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
+    return torch.cat([nll for nll, _ in done]), torch.cat([hits for _, hits in done])
 
 
 def project(model, hidden: torch.Tensor) -> torch.Tensor:
-    """Float32 logits [S, V] of hidden states [S, hidden]: the output layer, and the scale and soft cap of models that have them."""
+    """Float32 logits [S, V] of hidden states [S, hidden]: the output layer, scale and soft cap."""
     config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
-    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)  # Cohere, Granite
-    logits = logits if scale == 1 else logits * scale
+    multiply, divide = (getattr(config, name, None) or 1 for name in ("logit_scale", "logits_scaling"))
+    if multiply != divide:  # Cohere, Granite
+        logits = logits * (multiply / divide)
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def for_attention(seen: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, model) -> torch.Tensor | dict[str, torch.Tensor]:
-    """A mask [N, 1, Q, K] as the model's attention wants it, from the positions of queries [N, Q] and keys [N or 1, K].
+def by_layer(model, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor):
+    """`visible` [N, 1, Q, K] as the model takes it, given the positions of queries [N, Q] and keys [N or 1, K].
 
-    Layers with a sliding window W see no key that is W positions back or more; a model that has them beside layers with full
-    attention takes a mask for each kind. sdpa takes boolean masks as they are, eager attention adds its mask.
+    That is the mask itself, unless layers have a sliding window W: they see no key that is W or more
+    positions back. A model that mixes them with full attention takes a dict, one mask for each kind.
     """
-
-    def ready(mask):
-        if model.config._attn_implementation == "sdpa":
-            return mask
-        return torch.zeros(mask.shape, dtype=model.dtype, device=mask.device).masked_fill(~mask, torch.finfo(model.dtype).min)
-
-    kinds = layer_kinds(model)
-    if kinds == {"full_attention"}:
-        return ready(seen)
-    near = queries[:, None, :, None] - keys[:, None, None, :] < model.config.get_text_config().sliding_window
-    masks = {"full_attention": ready(seen), "sliding_attention": ready(seen & near)}
-    by_kind = getattr(model.config.get_text_config(), "layer_types", None)  # else all layers slide, and take one mask
-    return masks if by_kind else masks["sliding_attention"]
+    if layer_kinds(model) == {"full_attention"}:
+        return visible
+    config = model.config.get_text_config()
+    near = queries[:, None, :, None] - keys[:, None, None, :] < config.sliding_window
+    if not getattr(config, "layer_types", None):
+        return visible & near
+    return {"full_attention": visible, "sliding_attention": visible & near}
 
 
 def layer_kinds(model) -> set[str]:
-    """What kinds of attention the model's layers have: "full_attention", "sliding_attention", or others."""
+    """The kinds of attention in the model's layers: "full_attention", "sliding_attention", or others."""
     config = model.config.get_text_config()
-    all_layers = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    return set(getattr(config, "layer_types", None) or [all_layers])
+    everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or [everywhere])
 
 
-def count_targets(batch: list[Example], block_size: int, full_block: bool = False) -> tuple[int, int]:
-    """(AR, mask) counts of supervised tokens: the `totals` of `mars_loss`."""
-    masks = sum(len(noisy_stream(len(response), block_size, phase, full_block)[0]) for _, response, phase in batch)
-    return sum(len(response) for _, response, _ in batch), masks
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The naive decoder (§3.4): the algorithm as it is, for one sequence and without a cache
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -293,9 +279,9 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The cache: slot = position
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Every live row has a line of S slots, and the token at position p is written to slot p. A query at position q sees the
 # slots ≤ q, and every slot from the row's first uncertain one to q is written in the same pass, before attention reads
 # it. So whatever earlier passes left behind for masks is overwritten before anything can see it: to take back a refused
@@ -368,9 +354,9 @@ class SlotCache:
             buffer[target] = buffer[source]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The decoder (§3.4, §4.5)
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 Threshold = float | list[float] | Callable[[], float]
 METRICS = {  # what a threshold may bound, with thresholds worth a try: the first is AR decoding, the second a good start
@@ -401,7 +387,7 @@ def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor,
     try:
         return model(
             input_ids=torch.tensor(ids, device=model.device), position_ids=positions,
-            attention_mask=for_attention(seen, positions, torch.arange(seen.shape[-1], device=model.device)[None], model),
+            attention_mask=by_layer(model, seen, positions, torch.arange(seen.shape[-1], device=model.device)[None]),
             cache=cache, use_cache=True, logits_to_keep=ahead,
         ).logits.float()  # fmt: skip
     finally:
@@ -420,7 +406,7 @@ def check_invariant(model) -> None:
     plain = lambda ids: model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
     try:
         rows = {name: tensor.to(model.device) for name, tensor in collate([(prompt, response, 1)], 4, mask).items()}
-        positions, seen = rows["positions"], for_attention(rows["mask"], rows["positions"], rows["positions"], model)
+        positions, seen = rows["positions"], by_layer(model, rows["visible"], rows["positions"], rows["positions"])
         trained = model(input_ids=rows["ids"], position_ids=positions, attention_mask=seen, use_cache=False).logits[0].float()
         cache = SlotCache(1, window(model))
         read(model, cache, [prompt], *cache.aim(0, [3], 3, 0, 0, model.device), 1)
@@ -710,22 +696,14 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
     return [outs[index] for index in range(len(prompts))]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Training, in one process or in several that torchrun has started
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def processes() -> tuple[int, int]:
     """(rank, how many): which of the processes this is that train together, and how many they are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def keep_memory() -> None:
-    """Let this process keep the memory that it frees: to get it back from Linux, page by page, can be a tenth of a step."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # mallopt(3) is glibc's
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes: the most that it takes
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: give nothing back at the end of the heap
 
 
 def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
@@ -829,9 +807,9 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
     model.eval()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checkpoints: plain Hugging Face folders
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
@@ -892,7 +870,7 @@ def check_supported(model) -> None:
     """Refuse, with the reason, what a mask or a cache of our own would silently get wrong."""
     kind, attention = model.config.model_type, model.config._attn_implementation
     others = layer_kinds(model) - {"full_attention", "sliding_attention"}
-    if attention not in ("sdpa", "eager"):
+    if attention != "sdpa":
         raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
     if others or model._is_stateful:
         raise MarsError(f"{kind} has layers for which our masks are not right ({', '.join(others) or 'recurrent'}): not supported")
@@ -997,9 +975,9 @@ def finish(out: Path, stage: str, keep: int) -> None:
         dist.barrier()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Chat data
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
     "{% for m in messages %}{{ m['role'].capitalize() + ':\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -1111,78 +1089,49 @@ def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | str | None)
     return prompt, response[: len(response) - response[::-1].index(end)] if end in response else [*response, end]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A toy world of problems, to see the whole method work in minutes
-# ---------------------------------------------------------------------------------------------------------------------
-# A language model is unsure where the writer had a choice and sure where the text was forced. The toy text has both:
-# names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow from the question.
+# --------------------------------------------------------------------------------------------------
+# A language model is unsure where the writer had a choice and sure where the text was forced. The toy
+# text has both: names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow
+# from the question.
 
 NAMES = "Ann Ben Cara Dan Eve Finn Gus Hana Ivan Jade Kim Leo".split()
 THINGS = "apples books cards coins eggs figs keys pens plums shells stamps toys".split()
-STORIES = {  # the two operations: the question
+QUESTIONS = {  # the two operations: the question
     "+-": "{n} has {a} {t}, <gets|finds|buys> {b} more and <then|later> <loses|sells|gives away> {c}.",
     "-+": "{n} has {a} {t}, <loses|sells|gives away> {b} and <then|later> <gets|finds|buys> {c} more.",
 }
 ASK = " How many {t} does {n} have <now|in the end|after that>?"
 ANSWER = (
     "<First|At first|To begin with|In the beginning>, {n} <has|holds|counts|owns> {a}{op}{b}={r} {t}. "
-    "<Then|Next|After that|So in the end>, <{n} has|{n} is left with|that makes|this leaves> {r}{op2}{c}={s} {t}.\n#### {s}"
+    "<Then|Next|After that|So in the end>, "
+    "<{n} has|{n} is left with|that makes|this leaves> {r}{op2}{c}={s} {t}.\n#### {s}"
 )
-FUNCTIONS = [  # argument, docstring, reference expression, body
-    ("x", "<Take|Start with> x, {do} and then {do2}.", "(x {op} {a}) {op2} {b}",
-     "    {v} = x {op} {a}\n    <return {v} {op2} {b}|{v} = {v} {op2} {b}\n    return {v}>"),
-    ("xs", "<Return|Give> the sum of the numbers in xs that are {than} {a}, but {do2} each time.",
-     "sum(x {op2} {b} for x in xs if x {cond} {a})",
-     "    {v} = 0\n    for {i} in xs:\n        if {i} {cond} {a}:\n            {v} += {i} {op2} {b}\n    return {v}"),
-    ("xs", "<Return|Give> how many numbers in xs are {than} {a} when you {do2}.",
-     "len([x for x in xs if x {op2} {b} {cond} {a}])",
-     "    {v} = 0\n    for {i} in xs:\n        if {i} {op2} {b} {cond} {a}:\n            {v} += 1\n    return {v}"),
-    ("xs", "<Return|Give> a list of the numbers in xs that are {than} {a}, but {do2} each time.",
-     "[x {op2} {b} for x in xs if x {cond} {a}]",
-     "    <return [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]|"
-     "{v} = [{i} {op2} {b} for {i} in xs if {i} {cond} {a}]\n    return {v}>"),
-]  # fmt: skip
 
 
-def vary(rng: random.Random, text: str, **fields) -> str:
-    """Resolve every <one|of|these> at random, then fill in the {fields}."""
-    return re.sub(r"<([^<>]*)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
-
-
-def toy_maths(rng: random.Random) -> dict:
-    """A two-step word problem in GSM8K's form. `key` is what makes it the problem that it is: the two steps."""
-    (op, op2), story = rng.choice(list(STORIES.items()))
+def toy_problem(rng: random.Random) -> dict:
+    """A two-step word problem in GSM8K's form. `key` identifies it: its two steps."""
+    op, op2 = rng.choice(list(QUESTIONS))
     a, b, c = (rng.randint(2, 9) for _ in range(3))
-    r, s = (a + b, a + b - c) if op == "+" else (a, a + c)
-    a = a if op == "+" else a + b
+    if op == "+":
+        r, s = a + b, a + b - c
+    else:  # a is what is left; there were a + b
+        a, r, s = a + b, a, a + c
     if s < 0:
-        return toy_maths(rng)
+        return toy_problem(rng)
     fields = dict(n=rng.choice(NAMES), t=rng.choice(THINGS), a=a, b=b, c=c, r=r, s=s, op=op, op2=op2)
-    question, answer = vary(rng, story + ASK, **fields), vary(rng, ANSWER, **fields)
-    return {"task": "maths", "key": f"{a}{op}{b}{op2}{c}", "question": question, "answer": answer}
-
-
-def toy_code(rng: random.Random) -> dict:
-    """A small Python function in HumanEval's form: signature and docstring in, body out, and a test to run."""
-    argument, docstring, reference, body = rng.choice(FUNCTIONS)
-    do = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
-    op, op2, cond, a, b = rng.choice("+-*"), rng.choice("+-*"), rng.choice("<>"), rng.randint(2, 12), rng.randint(2, 12)
-    fields = dict(op=op, op2=op2, cond=cond, a=a, b=b, do=do[op].format(a), do2=do[op2].format(b))
-    fields |= dict(than={"<": "less than", ">": "greater than"}[cond])
-    fields |= dict(v=rng.choice(["result", "total", "value", "answer"]), i=rng.choice(["x", "n", "item", "number"]))
-    name, expression = rng.choice(["solve", "compute", "work", "task"]), reference.format(**fields)
-    draws = [[rng.randint(0, 20) for _ in range(6)] for _ in range(3)]
-    inputs = [d[0] if argument == "x" else d for d in draws]
-    test = "\n".join(f"assert {name}({v}) == {eval(expression, {argument: v})}" for v in inputs)
-    prompt = f'def {name}({argument}):\n    """{vary(rng, docstring, **fields)}"""\n'
-    return {"task": "code", "key": expression, "prompt": prompt, "completion": vary(rng, body, **fields), "test": test}
+    # Resolve every <one|of|these> at random, then fill in the {fields}.
+    vary = lambda text: re.sub("<(.*?)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
+    key = f"{a}{op}{b}{op2}{c}"
+    return {"key": key, "question": vary(QUESTIONS[op + op2] + ASK), "answer": vary(ANSWER)}
 
 
 def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
-    """`n` toy problems, maths and code in turn. A problem's numbers put it in "train" or in "test", never in both."""
+    """`n` toy problems. A problem's numbers put it in "train" or in "test", never in both."""
     rng, rows = random.Random(f"{seed}/{split}"), []
     while len(rows) < n:
-        row = toy_code(rng) if len(rows) % 2 else toy_maths(rng)
+        row = toy_problem(rng)
         if (zlib.crc32(row["key"].encode()) % 8 == 0) == (split == "test"):
             rows.append(row)
     return rows
@@ -1214,9 +1163,9 @@ def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The throughput timer
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int) -> list[Output]:
@@ -1328,9 +1277,9 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
         return math.nan
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The command line
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -1368,7 +1317,6 @@ def train_command(args) -> None:
     if unfinished and not args.resume:
         raise MarsError(f"{unfinished[-1]} is from an earlier run: --resume goes on with it; else remove it, or name another --out")
     args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
-    keep_memory()
     with together(args.device):
         rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
         settings = {name: getattr(args, name) for name in SETTINGS} | {"examples_per_step": args.batch_size * args.accumulate * processes()[1]}
@@ -1521,7 +1469,7 @@ def show_examples(tokenizer, examples: Iterable[Example], block_size: int, mask_
     name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t", "→") or "∅"
     for number, (prompt, response, phase) in enumerate(examples, 1):
         rows = collate([(prompt, response, phase)], block_size, mask_id, full_block)
-        (ids, positions, labels, _, seen), P, C = (tensor[0] for tensor in rows.values()), len(prompt), len(prompt) + len(response)
+        (ids, positions, labels, seen), P, C = (rows[name][0] for name in ("ids", "positions", "labels", "visible")), len(prompt), len(prompt) + len(response)
         print(f"\nexample {number}: {P} prompt tokens, {C - P} response tokens, blocks of {block_size} with phase {phase}\n" + tokenizer.decode(prompt))
         table = [["clean", "learns", "noisy", "learns", "sees"]]
         table += [[name(ids[p]), name(labels[p]) if labels[p] != IGNORE else "", "", "", ""] for p in range(P - 1, C)]
@@ -1658,7 +1606,6 @@ def bench_command(args) -> None:
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     passes = None
     if args.train:
-        keep_memory()
         mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
         examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
         results = bench_train(model.float(), examples, B, mask_id, args.batch_sizes[0], args.repeats)

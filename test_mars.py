@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import ctypes
 import functools
 import gzip
 import json
@@ -39,8 +38,7 @@ B, V, MASK, ENDS = 4, 61, 60, {1, 13}
 SLIDING = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 KINDS = {  # what is special about the kinds of models that are tried
     "qwen2": {}, "llama": {}, "qwen2 sliding": SLIDING | dict(use_sliding_window=True), "qwen3": dict(tie_word_embeddings=False), "mistral": dict(sliding_window=7),
-    "gemma": dict(head_dim=8), "gemma2": SLIDING | dict(head_dim=8, final_logit_softcapping=3.0, attn_logit_softcapping=5.0),
-    "gemma3_text": SLIDING | dict(head_dim=8), "phi": dict(resid_pdrop=0.1), "smollm3": {}, "gpt_neox": {}, "cohere": dict(logit_scale=0.3), "granite": dict(logits_scaling=3.0),
+    "gemma": dict(head_dim=8), "gemma3_text": SLIDING | dict(head_dim=8, final_logit_softcapping=3.0), "phi": dict(resid_pdrop=0.1), "smollm3": {}, "gpt_neox": {}, "cohere": dict(logit_scale=0.3), "granite": dict(logits_scaling=3.0),
     "phi3": dict(original_max_position_embeddings=80, rope_parameters=dict(
         rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4)),
 }  # fmt: skip
@@ -103,37 +101,40 @@ def test_a_mask_sees_the_clean_text_before_its_block_and_its_own_block(phase, fu
 def test_a_hand_worked_row():
     """The mask at index i stands at position P+i and predicts x_{i+1}; clean position p predicts token p+1."""
     rows = mars.collate([([7, 8], [11, 12, 13, 14, 15], 0), ([9], [21, 22], 1)], 3, MASK)
-    _ = mars.IGNORE
-    # columns                     p  p  x0  x1  x2  x3  x4    M0    M1    M3  p  x0  x1    M0   two texts that share a row
-    assert rows["ids"].tolist() == [[7, 8, 11, 12, 13, 14, 15, MASK, MASK, MASK, 9, 21, 22, MASK]]
-    assert rows["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 2, 3, 5, 0, 1, 2, 1]]
-    assert rows["labels"].tolist() == [[_, 11, 12, 13, 14, 15, _, 12, 13, 15, 21, 22, _, 22]]
-    assert rows["offsets"].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 2, 1, 0, 0, 0, 1]]
-    seen = rows["mask"][0, 0]
-    assert torch.equal(seen[:10, :10], mars.attention_mask(2, 5, 3, 0)) and torch.equal(seen[10:, 10:], mars.attention_mask(1, 2, 3, 1))
-    assert not seen[:10, 10:].any() and not seen[10:, :10].any()
+    _, M = mars.IGNORE, MASK
+    # columns           p   p  x0  x1  x2  x3  x4  M0  M1  M3      p  x0  x1  M0  padding
+    expected = {
+        "ids":       [[7,  8, 11, 12, 13, 14, 15,  M,  M,  M], [9, 21, 22,  M, M, M, M, M, M, M]],
+        "positions": [[0,  1,  2,  3,  4,  5,  6,  2,  3,  5], [0,  1,  2,  1, 0, 0, 0, 0, 0, 0]],
+        "labels":    [[_, 11, 12, 13, 14, 15,  _, 12, 13, 15], [21, 22, _, 22, _, _, _, _, _, _]],
+        "offsets":   [[0,  0,  0,  0,  0,  0,  0,  1,  2,  1], [0,  0,  0,  1, 0, 0, 0, 0, 0, 0]],
+    }  # fmt: skip
+    for name, values in expected.items():
+        assert rows[name].tolist() == values
+    assert torch.equal(rows["visible"][0, 0], mars.attention_mask(2, 5, 3, 0))
+    assert torch.equal(rows["visible"][1, 0, :4, :4], mars.attention_mask(1, 2, 3, 1))
+    assert torch.equal(rows["visible"][1, 0, 4:], torch.eye(10).bool()[4:]), "padding sees itself"
 
 
-@pytest.mark.parametrize("kind, attention", [*((kind, None) for kind in KINDS), ("llama", "eager"), ("qwen2 sliding", "eager")])
-def test_what_is_trained_is_what_the_decoder_runs(kind, attention):
-    """The logits of mask m of block k are those of a causal forward over prompt + x[:s_k] + m+1 masks, at its end."""
-    model, batch = tiny(kind, attn_implementation=attention), examples(6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_is_what_the_decoder_runs(kind):
+    """Mask m of block k predicts what a causal model does at the end of prompt + x[:s_k] + m+1 masks."""
+    model, batch = tiny(kind), examples(6)
     rows = mars.collate(batch, B, MASK)
     with torch.no_grad():
-        mask = mars.for_attention(rows["mask"], rows["positions"], rows["positions"], model)
+        mask = mars.by_layer(model, rows["visible"], rows["positions"], rows["positions"])
         logits = model(input_ids=rows["ids"], position_ids=rows["positions"], attention_mask=mask).logits
-        lengths = [len(p) + len(r) + len(mars.noisy_stream(len(r), B, phase)[0]) for p, r, phase in batch]
-        assert len(logits) < len(batch), "some should share a row"
-        for (n, first), (prompt, response, phase) in zip(mars.pack(lengths), batch):
-            row = logits[n, first:]
+        for row, (prompt, response, phase) in zip(logits, batch):
             C = len(prompt) + len(response)
             plain = model(torch.tensor([prompt + response])).logits[0]
             torch.testing.assert_close(row[:C], plain, atol=1e-4, rtol=1e-5)
             assert torch.equal(row[:C].argmax(-1), plain.argmax(-1))
-            for j, (index, start) in enumerate(zip(*(t.tolist() for t in mars.noisy_stream(len(response), B, phase)))):
-                decoded = model(torch.tensor([prompt + response[:start] + [MASK] * (index - start + 1)])).logits[0, -1]
-                torch.testing.assert_close(row[C + j], decoded, atol=1e-4, rtol=1e-5)
-                assert row[C + j].argmax() == decoded.argmax()
+            index, start = (t.tolist() for t in mars.noisy_stream(len(response), B, phase))
+            for noisy, i, s in zip(row[C:], index, start):
+                text = prompt + response[:s] + [MASK] * (i - s + 1)
+                decoded = model(torch.tensor([text])).logits[0, -1]
+                torch.testing.assert_close(noisy, decoded, atol=1e-4, rtol=1e-5)
+                assert noisy.argmax() == decoded.argmax()
 
 
 @pytest.mark.parametrize("block_size, ar_weight, full_block", [(1, 1.0, False), (B, 1.0, False), (B, 0.0, False), (B, 0.5, True)])
@@ -186,19 +187,6 @@ def test_the_vocabulary_is_projected_to_in_chunks(monkeypatch):
         model.zero_grad()
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-4)
     assert math.isnan(used[0]) or used[1] > 3 * used[0] > 300, used
-
-
-def test_long_and_short_texts_share_rows():
-    """Packing leaves no text out, lets none overlap, and pads little; texts of one length stay apart."""
-    assert mars.pack([5]) == [(0, 0)] and sorted(mars.pack([99] * 5)) == [(n, 0) for n in range(5)]
-    assert mars.pack([30, 70, 60, 40]) == [(0, 70), (0, 0), (1, 0), (1, 60)]
-    rng = random.Random(0)
-    for _ in range(50):
-        lengths = [rng.randint(2, 400) for _ in range(rng.randint(1, 20))]
-        columns = [(row, first + i) for (row, first), length in zip(mars.pack(lengths), lengths) for i in range(length)]
-        assert len(columns) == len(set(columns)) == sum(lengths)
-        size = (1 + max(row for row, _ in columns)) * (1 + max(column for _, column in columns))
-        assert size <= len(lengths) * max(lengths)
 
 
 def test_every_alignment_of_blocks_is_practised():
@@ -289,28 +277,10 @@ def test_a_run_may_be_resumed_by_another_number_of_processes(in_two_processes, c
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(whole, half, strict=True))
 
 
-FAULTS = """
-import mars, resource, torch
-mars.keep_memory()
-for _ in range(9):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    [torch.ones(2**22) for _ in range(8)]
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-def test_memory_that_was_freed_is_used_again():
-    """Tensors of 128 MB together that are made again and again do not take new pages from the system every time."""
-    ran = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, cwd=Path(mars.__file__).parent, check=True)
-    faults = [int(line) for line in ran.stdout.split()]
-    assert min(faults) < 1000 < max(faults)
-
-
 def train_chats(model, tmp_path, options):
     """The train command on 30 toy problems, some of them much longer; by default ten steps of stage mars."""
     if not (data := tmp_path / "chats.jsonl").exists():
-        rows = [{"question": row["question"] * (1 + i % 3), "answer": row["answer"]} for i, row in enumerate(mars.toy_rows("train", 60)[::2])]
+        rows = [{"question": row["question"] * (1 + i % 3), "answer": row["answer"]} for i, row in enumerate(mars.toy_rows("train", 30))]
         data.write_text("\n".join(map(json.dumps, rows)))
     options = f"--data {data} --stage mars --max-steps 10 --batch-size 2 --report-every 2 --lr 1e-3 " + options.format(tmp=tmp_path)
     mars.main(["train", "--model", model, *options.split()])
@@ -513,11 +483,11 @@ def check(model, texts, outs, threshold, max_new_tokens, block_size=B):
         assert sum(out.steps) == len(out.tokens) and MASK not in out.tokens and not ENDS & {*out.tokens[:-1]}
 
 
-@pytest.mark.parametrize("kind, attention", [("qwen2", "sdpa"), ("llama", "sdpa"), ("llama", "eager")])
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
-def test_the_fast_decoder_is_the_naive_one(kind, attention, batch_size):
+def test_the_fast_decoder_is_the_naive_one(kind, batch_size):
     """Cached equals uncached and a row in a batch equals the row alone: unequal prompts, acceptance, ends."""
-    model, texts = tiny(kind, attn_implementation=attention), prompts(12)
+    model, texts = tiny(kind), prompts(12)
     seen = set()
     for threshold in (1.0, 0.9, 0.5, 0.2):
         outs = mars.generate(model, texts, 70, threshold, batch_size=batch_size)
@@ -826,21 +796,8 @@ def test_toy_problems_are_disjoint_and_solvable():
     assert not {row["key"] for row in training} & {row["key"] for row in held_out}
     assert held_out == mars.toy_rows("test", 1000) != mars.toy_rows("test", 1000, seed=1)
     for row in held_out:
-        assert evaluation.score_toy(row, row.get("answer") or row["completion"], None)["correct"]
-    code = [row for row in held_out if row["task"] == "code"]
-    assert sum(evaluation.passes_test(row, "    return 1") for row in code) < 0.02 * len(code)
-    assert not any(evaluation.score_toy(row, row["answer"] + "1", None)["correct"] for row in held_out if row["task"] == "maths")
-
-
-def test_toy_code_that_is_more_than_toy_code_is_not_run():
-    """A completion may hold only the toy's few words of Python."""
-    row = {"task": "code", "prompt": "def f(x):\n", "test": "assert f(1) == 1"}
-    assert evaluation.passes_test(row, "    return x")
-    for body in ("    return x\nf = 1", "    while x: x = 1\n    return x", "    import os\n    return x", "    return x.real", "    return abs(x)",
-                 "    return [y for y in x for z in x]", "    return x * 9 * 9 * 9", "    return", "", "    return (x",
-                 "    for i in [0] * 99:\n        x = x * x\n    return x", "    for i in [0, 0, 0]:\n        x = x * 9\n    return x", "    return x + 1000",
-                 "    s = x\n    for i in [1]:\n        s += s\n    return x", "    for i in [0]:\n        i = x\n    return x", "    s = [0]\n    s = s * 9\n    s = s * 9\n    s = s * 9\n    return x"):  # fmt: skip
-        assert not evaluation.passes_test(row, body), body
+        assert evaluation.score_toy(row, row["answer"], None)["correct"]
+        assert not evaluation.score_toy(row, row["answer"] + "1", None)["correct"]
 
 
 def test_the_response_is_found_and_ends_with_its_end_token():
@@ -1051,7 +1008,7 @@ def test_models_that_would_be_silently_wrong_are_refused():
         with pytest.raises(mars.MarsError, match="does not take"):
             mars.check_invariant(make(kind))
     mars.check_head(tiny())
-    bent = tiny("gemma2")
+    bent = tiny("gemma3_text")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(mars.MarsError, match="after its output layer"):
         patch.setattr(mars, "project", lambda model, hidden: model.get_output_embeddings()(hidden))  # no soft cap
         mars.check_head(bent)
@@ -1124,7 +1081,7 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
     """Train on a file of chats, generate, time and evaluate, as a user would."""
     monkeypatch.setattr(mars.sys.stdin, "isatty", lambda: True, raising=False)
     data = tmp_path / "chats.jsonl"
-    data.write_text("\n".join(json.dumps({k: row[k] for k in ("question", "answer")}) for row in mars.toy_rows("train", 40)[::2]))
+    data.write_text("\n".join(json.dumps({k: row[k] for k in ("question", "answer")}) for row in mars.toy_rows("train", 20)))
     out = tmp_path / "out"
     mars.main(f"train --model {checkpoint} --data {data} --out {out} --max-steps 4 --batch-size 2 --report-every 2".split())
     for stage in ("ar", "mars"):
@@ -1263,7 +1220,7 @@ def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
     assert evaluation.run_program("pass") is None
 
 
-QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 16)[::2]]
+QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 8)]
 
 
 def test_problems_are_read_from_a_data_set_folder(tmp_path):
