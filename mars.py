@@ -20,7 +20,6 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
 """
 
 import argparse
-import bisect
 import collections
 import contextlib
 import datetime
@@ -56,6 +55,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 TOY_STEPS = {"ar": 1100, "mars": 800}
+os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # grouped keys are not copied, for the baseline either
 CHUNK = 2**25  # logits held at a time in training: 128 MB in float32
 IGNORE = -100  # label of a position that is not trained (PyTorch's convention)
 
@@ -252,7 +252,9 @@ class Output:
 
 def end_tokens(model) -> set[int]:
     ends = model.generation_config.eos_token_id
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    if ends is None:
+        return set()
+    return {ends} if isinstance(ends, int) else set(ends)
 
 
 def until_end(tokens: list[int], ends: set[int]) -> list[int]:
@@ -261,7 +263,7 @@ def until_end(tokens: list[int], ends: set[int]) -> list[int]:
 
 
 @torch.inference_mode()
-def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: float, block_size: int) -> Output:
+def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: float, block_size: int):
     """Greedy decoding by top probability. Everything after this function does the same thing, fast."""
     out, ends, mask_id = Output(), end_tokens(model), getattr(model.config, "mars_mask_token_id", None)
     while len(out.tokens) < max_new_tokens and out.stop != "eos":
@@ -282,33 +284,37 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
 # --------------------------------------------------------------------------------------------------
 # The cache: slot = position
 # --------------------------------------------------------------------------------------------------
-# Every live row has a line of S slots, and the token at position p is written to slot p. A query at position q sees the
-# slots ≤ q, and every slot from the row's first uncertain one to q is written in the same pass, before attention reads
-# it. So whatever earlier passes left behind for masks is overwritten before anything can see it: to take back a refused
-# prediction costs nothing, rows need no padding, and every row moves on at its own pace. Lossless decoding reads several
-# groups of masks at the same positions: they take the slots behind the drafts, where none but their own group sees them.
+# Every live row has a line of S slots, and the token at position p is written to slot p. A query at
+# position q sees the slots ≤ q, and every slot from the row's first uncertain one to q is written in the
+# same pass, before attention reads it. So whatever earlier passes left behind for masks is overwritten
+# before anything can see it: rolling back a refused prediction is free, rows need no padding, and every
+# row moves at its own pace.
 
 
 @functools.lru_cache(1024)
-def columns(back: int, drafts: int, masks: int) -> torch.Tensor:
-    """What a pass reads of each row, [4, Q]: the slot of each column, its position, the last slot of text that it sees, and
-    the first slot of its own group of masks, which it sees up to itself. All are counted from the row's end: -1 is its
-    last token, 0 the first place behind it. In lossless decoding a pass reads drafts, too, predictions of the pass before
-    that it is to verify, and for the last token and every draft a group of masks that continues from it.
+def layout(back: int, drafts: int, masks: int) -> torch.Tensor:
+    """The columns that a pass reads of each row, [4, Q], counted from the row's end (-1 is its last token):
+    the slot of each column, its position, the last slot of text it sees, and the first slot of its own
+    group of masks, which it sees up to itself.
 
-    The last two of back = 2 tokens (t), drafts = 1 (d) and masks = 2 in each of two groups (M after t, m after d):
+    In lossless decoding a pass also reads drafts, predictions of the pass before that it verifies, and a
+    group of masks behind the last token and behind every draft, so that drafts for the next pass are
+    ready whichever prefix is accepted. The groups take the slots after the drafts; their positions
+    overlap. The last two of back = 2 tokens (t), drafts = 1 (d) and two groups of masks = 2:
 
         column      t   t   d   M   M   m   m
         slot       -2  -1   0   1   2   3   4
-        position   -2  -1   0   0   1   1   2       the first M stands where d stands, and knows nothing of it
+        position   -2  -1   0   0   1   1   2       M M continue from the last token and do not see d
         text       -2  -1   0  -1  -1   0   0
         group                   1   1   3   3
     """
-    text, after = torch.arange(-back, drafts), torch.arange(-1, drafts).repeat_interleave(masks)  # [back + drafts], [masks of all groups]
-    number = torch.arange(len(after)) % max(masks, 1)
-    slot = torch.arange(-back, drafts + len(after))
-    own = slot[len(text) :]
-    return torch.stack([slot, torch.cat([text, after + 1 + number]), torch.cat([text, after]), torch.cat([text, own - number])])
+    text = torch.arange(-back, drafts)  # [back + drafts]
+    behind = torch.arange(-1, drafts).repeat_interleave(masks)  # [masks of all groups] what each continues from
+    number = torch.arange(len(behind)) % max(masks, 1)  # of a mask in its group
+    slot = torch.arange(-back, drafts + len(behind))
+    group = slot[len(text) :] - number
+    position = torch.cat([text, behind + 1 + number])
+    return torch.stack([slot, position, torch.cat([text, behind]), torch.cat([text, group])])
 
 
 class SlotCache:
@@ -317,35 +323,37 @@ class SlotCache:
     def __init__(self, lines: int, window: int):
         self.lines, self.window, self.size, self.layers = lines, window, 0, []
 
-    def aim(self, first: int, lengths: list[int], back: int, drafts: int, masks: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Point the next pass at lines first … first + N-1: at the last `back` tokens of rows of these `lengths` [N], at
-        the drafts that follow, and at a group of masks for the last token and for every draft, which continues from it.
+    def prepare(self, first: int, lengths: list[int], back: int, drafts: int, masks: int, device):
+        """Set up a pass over lines first … first + N-1, which hold rows of these `lengths` [N].
 
-        A row shorter than `back` is padded in front; padding goes to the spare slot S-1. Returns the positions [N, Q], and who
-        sees which slot [N, 1, Q, W].
+        It reads the last `back` tokens of each row, its drafts and its masks (see `layout`). A row shorter
+        than `back` is padded in front; padding goes to the spare slot S-1. Returns the positions [N, Q],
+        and which slots are visible to them [N, 1, Q, W].
         """
-        relative = columns(back, drafts, masks)  # [4, Q]
-        N, self.width = len(lengths), max(lengths) + int(relative[0, -1]) + 1  # W slots are visible to someone
-        if self.width >= self.size:  # subtle: zeros, for a masked NaN would leak through 0 · NaN; slot S-1 stays spare
+        relative = layout(back, drafts, masks)  # [4, Q]
+        N, self.width = len(lengths), max(lengths) + int(relative[0, -1]) + 1  # W slots hold anything
+        if self.width >= self.size:  # subtle: zeros, because a masked NaN would leak through 0 · NaN
             self.size = self.width * 3 // 2 + 64
-            self.layers = [[F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1])) for x in layer] for layer in self.layers]
-        slot, position, text, group = (torch.tensor(lengths)[:, None] + relative[:, None]).to(device)  # [N, Q] each
+            grow = lambda x: F.pad(x, (0, 0, 0, 0, 0, self.size - x.shape[1]))
+            self.layers = [[grow(buffer) for buffer in layer] for layer in self.layers]
+        columns = torch.tensor(lengths)[:, None] + relative[:, None]  # [4, N, Q]
+        slot, position, text, group = columns.to(device)
         self.rows = slice(first, first + N)
         lines = self.size * torch.arange(first, first + N, device=device)[:, None]
         self.target = (lines + slot.where(slot >= 0, self.size - 1)).flatten()  # [N · Q]
         slots = torch.arange(self.width, device=device)  # [W]
-        seen = slots <= text.clamp(min=0)[..., None]
+        visible = slots <= text.clamp(min=0)[..., None]
         if masks:
-            seen |= (slots >= group[..., None]) & (slots <= slot[..., None])
-        return position.clamp(0, self.window - 1), seen[:, None]  # subtle: the last masks may reach beyond the window
+            visible |= (slots >= group[..., None]) & (slots <= slot[..., None])
+        return position.clamp(0, self.window - 1), visible[:, None]  # the last masks may lie beyond the window
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__):
         """Called by each attention layer: writes keys and values [N, heads, Q, dim], returns all [N, heads, W, dim]."""
         if layer == len(self.layers):
             N, heads, Q, dim = keys.shape
             self.layers.append([keys.new_zeros(self.lines, self.size, heads, dim) for _ in range(2)])
         for buffer, new in zip(self.layers[layer], (keys, values)):
-            buffer.flatten(0, 1).index_copy_(0, self.target, new.transpose(1, 2).flatten(0, 1))  # [N · Q, heads, dim]
+            buffer.flatten(0, 1).index_copy_(0, self.target, new.transpose(1, 2).flatten(0, 1))
         return tuple(buffer[self.rows, : self.width].transpose(1, 2) for buffer in self.layers[layer])
 
     def move(self, source: int, target: int) -> None:
@@ -354,45 +362,17 @@ class SlotCache:
             buffer[target] = buffer[source]
 
 
-# --------------------------------------------------------------------------------------------------
-# The decoder (§3.4, §4.5)
-# --------------------------------------------------------------------------------------------------
-
-Threshold = float | list[float] | Callable[[], float]
-METRICS = {  # what a threshold may bound, with thresholds worth a try: the first is AR decoding, the second a good start
-    "probability": (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5),
-    "margin": (1.0, 0.9, 0.8, 0.6, 0.4, 0.2),
-    "entropy": (0.0, 0.1, 0.2, 0.4, 0.8, 1.2),
-}
-END = object()  # what `next` answers when there are no more rows
-
-
-@dataclass
-class Row:
-    """A sequence that is being decoded."""
-
-    request: int  # the number of its prompt
-    tokens: list[int]  # the prompt and everything committed since
-    unread: int  # how many of the last tokens are not in the cache yet
-    limit: int  # the length at which it ends
-    drafts: list[int] = field(default_factory=list)  # lossless: what may come next, to be verified
-    done: bool = False
-
-
-def read(model, cache: SlotCache, ids: list[list[int]], positions: torch.Tensor, seen: torch.Tensor, ahead: int) -> torch.Tensor:
-    """A forward pass over ids [N, Q], as `cache.aim` has set it up: logits of the last `ahead` columns, float32 [N, ahead, V]."""
-    ours = model.device.type == "cpu" and "TRANSFORMERS_SDPA_FORCE_GQA" not in os.environ
-    if ours:  # transformers copies the keys and values of grouped queries, for kernels that need it; the CPU's do not
-        os.environ["TRANSFORMERS_SDPA_FORCE_GQA"] = "1"
-    try:
-        return model(
-            input_ids=torch.tensor(ids, device=model.device), position_ids=positions,
-            attention_mask=by_layer(model, seen, positions, torch.arange(seen.shape[-1], device=model.device)[None]),
-            cache=cache, use_cache=True, logits_to_keep=ahead,
-        ).logits.float()  # fmt: skip
-    finally:
-        if ours:
-            del os.environ["TRANSFORMERS_SDPA_FORCE_GQA"]
+def forward(model, cache: SlotCache, ids: list[list[int]], positions, visible, ahead: int) -> torch.Tensor:
+    """A pass over ids [N, Q] that `cache` is prepared for: float32 logits of the last `ahead` columns."""
+    slots = torch.arange(visible.shape[-1], device=model.device)[None]
+    return model(
+        input_ids=torch.tensor(ids, device=model.device),
+        position_ids=positions,
+        attention_mask=by_layer(model, visible, positions, slots),
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=ahead,
+    ).logits.float()
 
 
 @torch.inference_mode()
@@ -409,8 +389,8 @@ def check_invariant(model) -> None:
         positions, seen = rows["positions"], by_layer(model, rows["visible"], rows["positions"], rows["positions"])
         trained = model(input_ids=rows["ids"], position_ids=positions, attention_mask=seen, use_cache=False).logits[0].float()
         cache = SlotCache(1, window(model))
-        read(model, cache, [prompt], *cache.aim(0, [3], 3, 0, 0, model.device), 1)
-        decoded = read(model, cache, [[*response[:2], *[mask] * 3]], *cache.aim(0, [5], 2, 0, 3, model.device), 4)[0]
+        forward(model, cache, [prompt], *cache.prepare(0, [3], 3, 0, 0, model.device), 1)
+        decoded = forward(model, cache, [[*response[:2], *[mask] * 3]], *cache.prepare(0, [5], 2, 0, 3, model.device), 4)[0]
         pairs = [(trained[:9], plain(prompt + response)), (decoded, plain(prompt + response[:2] + [mask] * 3)[-4:])]
         index, start = (values[-1].item() for values in noisy_stream(6, 4, 1))
         pairs.append((trained[-1], plain(prompt + response[:start] + [mask] * (index - start + 1))[-1]))
@@ -421,136 +401,155 @@ def check_invariant(model) -> None:
         raise MarsError(f"{model.config.model_type} makes something else of our masks, positions or cache: not supported")
 
 
-@torch.inference_mode()
-def pass_costs(model, rows: int, widths: Iterable[int], repeats: int = 3, context: int = 64) -> dict[int, float]:
-    """Seconds of a forward pass that reads so many tokens of each row, with `context` tokens in the cache: medians, in turns."""
-    cache, runs = SlotCache(rows, window(model)), {width: [] for width in widths}
-    for _ in range(1 + repeats):
-        for width, seconds in runs.items():
-            positions, seen = cache.aim(0, [context + width] * rows, width, 0, 0, model.device)
-            start = time.perf_counter()
-            read(model, cache, [[0] * width] * rows, positions, seen, width).argmax(-1).tolist()
-            seconds.append(time.perf_counter() - start)
-    return {width: statistics.median(seconds[1:]) for width, seconds in runs.items()}
+# --------------------------------------------------------------------------------------------------
+# The decoder (§3.4, §4.5)
+# --------------------------------------------------------------------------------------------------
+
+Threshold = float | list[float] | Callable[[], float]
+METRICS = {  # what a threshold may bound: AR decoding first, then thresholds worth a try
+    "probability": (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5),
+    "margin": (1.0, 0.9, 0.8, 0.6, 0.4, 0.2),
+    "entropy": (0.0, 0.1, 0.2, 0.4, 0.8, 1.2),
+}
 
 
-class Pace:
-    """How many drafts pay for their width in lossless decoding.
+@dataclass
+class Row:
+    """A sequence that is being decoded."""
 
-    With K drafts at hand and K to be made, a pass reads (1 + K)² tokens of a row: the last one, K drafts, and 1 + K groups of
-    K masks. Or passes take turns: one reads the last token and K masks, the next verifies the K drafts, 1 + K tokens each. A
-    pass that verifies commits 1 + P(1st accepted) + P(1st and 2nd accepted) + … tokens, which is counted as decoding goes;
-    what a pass costs by its width is measured once for a model. K = 0 is AR decoding.
+    request: int  # the number of its prompt
+    tokens: list[int]  # the prompt and everything committed since
+    unread: int  # how many of the last tokens are not in the cache yet
+    limit: int  # the length at which it ends
+    drafts: list[int] = field(default_factory=list)  # lossless: what may come next, to be verified
+    done: bool = False
+
+
+class DraftScheduler:
+    """Chooses the drafts of lossless decoding by measured tokens per second. With K = B-1:
+
+    at once     every pass verifies K drafts and reads K masks behind each: (1 + K)² tokens a row
+    in turns    one pass reads K masks, the next verifies their K drafts: 1 + K tokens a row each
+    text        drafts are what followed the last tokens where they occurred before: 1 + K tokens
+    none        AR decoding: one token
+
+    Which is fastest depends on the machine, the batch and the text; the output is the same. Eight passes
+    in a row follow one plan. Every 16th time another than the best gets its turn, for its rate to be known.
     """
 
-    def __init__(self, model, most: int):
-        self.costs, self.most = costs_by_width(model), most
-        self.tried, self.kept = [4.0] * most, [4.0] * most  # drafts are thought good until they have been tried
+    PLANS = ("at once", "in turns", "text", "none")
 
-    def plans(self, rows: int) -> Iterator[tuple[float, int, bool]]:
-        """(tokens per second, K, whether passes take turns) of everything there is to choose from."""
-        tokens, all_accepted = 1.0, 1.0
-        for K in range(self.most + 1):
-            yield rows * tokens / interpolate(self.costs, rows * (1 + K) ** 2), K, False
-            yield rows * (1 + tokens) / 2 / interpolate(self.costs, rows * (1 + K)), K, True
-            if K < self.most:
-                all_accepted *= self.kept[K] / self.tried[K]
-                tokens += all_accepted
+    def __init__(self, most: int):
+        self.most, self.rates, self.spells = most, {}, 0  # rates: tokens per second of (rows, plan)
+        self.plan, self.passes, self.tokens, self.seconds = self.PLANS[0], 0, 0, 0.0
 
-    def masks(self, rows: int, drafts: int) -> int:
-        """How many masks to read for each group, with so many drafts at hand."""
-        _, K, turns = max(self.plans(rows))
-        return 0 if turns and drafts else K
+    def choose(self, rows: int, drafts: int) -> int:
+        """How many masks to read in each group, with so many drafts at hand."""
+        if self.passes % 8 == 0:
+            self.spells += 1
+            size = rows.bit_length()  # 1, 2–3, 4–7, …
+            others = self.PLANS if self.spells % 16 else [self.PLANS[self.spells // 16 % len(self.PLANS)]]
+            self.plan = max(others, key=lambda plan: self.rates.get((size, plan), math.inf))
+        self.passes += 1
+        if self.plan == "at once" or self.plan == "in turns" and not drafts:
+            return self.most
+        return 0
 
-    def learn(self, drafts: int, accepted: int) -> None:
-        for i in range(self.most):
-            if i < min(drafts, accepted + 1):
-                self.tried[i] += 1
-                self.kept[i] += i < accepted
-            else:  # what is not tried slowly regains its credit, and is tried again
-                self.kept[i] = min(self.kept[i] + 0.02, self.tried[i])
+    def record(self, rows: int, tokens: int, seconds: float) -> None:
+        """Count a pass towards the rate of its plan; the rate is that of its last few turns."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        if self.passes % 8 == 0:
+            key, rate = (rows.bit_length(), self.plan), self.tokens / self.seconds
+            self.rates[key] = (self.rates.get(key, rate) + rate) / 2
+            self.tokens, self.seconds = 0, 0.0
+
+    def drafts(self, text: list[int]) -> list[int]:
+        """Drafts that no mask made: what followed where the last tokens occurred before, if that is the plan."""
+        for n in (3, 2) if self.plan == "text" else ():
+            for i in range(len(text) - n - 1, -1, -1):
+                if text[i : i + n] == text[-n:]:
+                    return text[i + n : i + n + self.most]
+        return []
 
 
-@functools.lru_cache(1)
-def costs_by_width(model) -> dict[int, float]:
-    """Seconds of a pass by the tokens that it reads, measured once; a wider one never costs less."""
-    costs = pass_costs(model, 1, (1, 2, 4, 8, 16, 32, 64))
-    return dict(zip(costs, itertools.accumulate(costs.values(), max)))
-
-
-def interpolate(table: dict[int, float], x: float) -> float:
-    """Piecewise linear, and on beyond the ends; the table is in order."""
-    points = list(table.items())
-    i = min(max(bisect.bisect_left(points, (x,)), 1), len(points) - 1)
-    (x0, y0), (x1, y1) = points[i - 1 : i + 1]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+draft_scheduler = functools.lru_cache(1)(lambda model, most: DraftScheduler(most))  # what it learns stays
 
 
 @torch.inference_mode()
-def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]] | None, metric: str, temperature: float,
-           seed: int, batch_size: int, block_size: int, mask_id: int) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
-    """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` has no more sequences to give.
+def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]] | None, metric: str,
+           temperature: float, seed: int, batch_size: int, block_size: int, mask_id: int) -> Iterator[tuple]:  # fmt: skip
+    """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` is exhausted.
 
-    `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is AR decoding.
-    Without it decoding is lossless: predictions of masks are drafts, which the next pass verifies.
+    `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is
+    AR decoding. Without it decoding is lossless: predictions of masks are drafts that the next pass verifies.
     """
     ends, suppressed = end_tokens(model), model.generation_config.suppress_tokens or []
     cache, live, waiting = SlotCache(batch_size, window(model)), [], True
-    pace = None if bounds else Pace(model, block_size - 1)
+    scheduler = None if bounds else draft_scheduler(model, block_size - 1)
     while live or waiting:
         # 1. Admit. The row at live[i] owns line i of the cache; a finished row's place is taken at once.
-        while waiting and len(live) < batch_size and (row := next(rows, END)):
-            if row is END:
-                waiting = False
-            else:
-                live.append(row)
+        while waiting and len(live) < batch_size:
+            row = next(rows, EXHAUSTED)
+            waiting = row is not EXHAUSTED
+            if not waiting or row is None:
+                break
+            live.append(row)
         if not live:
-            time.sleep(1e-3 * waiting)  # nothing to do until somebody asks
+            time.sleep(1e-3 * waiting)  # nothing to do until a request arrives
             continue
-        # 2. Read. New rows, which are the last of `live`, go first, by themselves, with their whole prompt. Else every row
-        # with its last k tokens, k the most that any has unread: a row with less writes a few slots again, to the same.
-        new = sum(row.unread == len(row.tokens) for row in live)
+        # 2. Read. New rows, which are the last of `live`, go first, by themselves, with their whole prompt.
+        # Otherwise every row reads its last k tokens, k the most that any has unread: a row with fewer
+        # writes a few slots again, with the same values.
+        start, new = time.perf_counter(), sum(row.unread == len(row.tokens) for row in live)
         first = len(live) - new if new else 0
         batch = live[first:]
-        k, drafts = max(row.unread for row in batch), min(len(row.drafts) for row in batch)
+        k, drafts = max(row.unread for row in batch), max(len(row.drafts) for row in batch)
         if bounds:
             bound = bounds([row.request for row in batch])
-            masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: AR has no masks; softmax may round to 1.0
+            masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: no masks at τ = 1; softmax may round to 1.0
         else:
-            masks = pace.masks(len(live), drafts)
+            masks = scheduler.choose(len(live), drafts)
+        columns = [row.drafts + [mask_id] * (drafts - len(row.drafts) + masks * (1 + drafts)) for row in batch]
+        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + more for row, more in zip(batch, columns)]
+        positions, visible = cache.prepare(first, [len(row.tokens) for row in batch], k, drafts, masks, model.device)
         ahead = 1 + drafts + masks * (1 + drafts)  # columns with a prediction
-        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + row.drafts[:drafts] + [mask_id] * masks * (1 + drafts) for row in batch]
-        positions, seen = cache.aim(first, [len(row.tokens) for row in batch], k, drafts, masks, model.device)
-        logits = read(model, cache, ids, positions, seen, ahead)  # [N, ahead, V]
-        # 3. Propose: column 0 is the last token's prediction, as in any AR model, then come the drafts' and the masks'.
+        logits = forward(model, cache, ids, positions, visible, ahead)  # [N, ahead, V]
+        # 3. Propose: the last token predicts the next one, as in any AR model; then the drafts' and the masks'.
         logits[..., suppressed] = -math.inf
         noise = 0.0
         if temperature > 0:  # subtle: one noise for a position, so a draft is drawn as it will be verified
-            noise = temperature * gumbel(seed, [row.request for row in batch], positions[:, k - 1 :] + 1, logits.shape[-1])
+            requests = [row.request for row in batch]
+            noise = temperature * gumbel(seed, requests, positions[:, k - 1 :] + 1, logits.shape[-1])
         proposals = (logits + noise).argmax(-1)  # [N, ahead]
-        # 4. Accept: the first always, then from left to right for as long as the model is sure, or agrees with the draft.
+        # 4. Accept: the first always, then from left to right while the model is sure, or agrees with the draft.
         if bounds:
             good = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=model.device)[:, None]  # [N, masks]
         else:
-            good = proposals[:, :drafts] == torch.tensor([row.drafts[:drafts] for row in batch], device=model.device)
+            given = torch.tensor([more[:drafts] for more in columns], device=model.device)
+            good = proposals[:, :drafts] == given  # [N, drafts]
         accepted = 1 + good.long().cumprod(1).sum(1, keepdim=True)  # [N, 1]
         # 5. Commit. The one transfer from the device in a pass.
-        for row, (*proposal, count) in zip(batch, torch.cat([proposals, accepted], 1).tolist()):
+        results = torch.cat([accepted, proposals], 1).tolist()
+        seconds, committed = time.perf_counter() - start, 0
+        for row, (count, *proposal) in zip(batch, results):
             tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
-            row.tokens, row.unread = row.tokens + tokens, len(tokens)
-            if not bounds:  # Accepted drafts are in the cache already. New ones are the predictions of the group behind the
-                # last of them: its first mask holds the place of the token that was committed last.
-                pace.learn(drafts, count - 1)
-                row.unread, group = 1, 1 + drafts + masks * (count - 1)
-                row.drafts = proposal[group : group + masks]
+            row.tokens, row.unread, committed = row.tokens + tokens, len(tokens), committed + len(tokens)
+            if not bounds:  # accepted drafts are in the cache already; new ones come from the group behind the last
+                row.unread, groups = 1, proposal[1 + drafts :]
+                row.drafts = groups[masks * (count - 1) : masks * count] or scheduler.drafts(row.tokens)
             row.done = tokens[-1] in ends or len(row.tokens) == row.limit
             yield row.request, tokens
+        if not bounds and not new:
+            scheduler.record(len(live), committed, seconds)
         for line in reversed(range(len(live))):
             if live[line].done:
                 last = live.pop()
-                if line < len(live):  # the last row fills the gap, so that work is done for live rows only
+                if line < len(live):  # the last row fills the gap, so that only live rows cost work
                     cache.move(len(live), line)
                     live[line] = last
+
+
+EXHAUSTED = object()  # what `next` answers when there are no more rows
 
 
 def confidence(logits: torch.Tensor, metric: str) -> torch.Tensor:
@@ -565,9 +564,10 @@ def confidence(logits: torch.Tensor, metric: str) -> torch.Tensor:
 
 
 def gumbel(seed: int, requests: list[int], positions: torch.Tensor, size: int) -> torch.Tensor:
-    """Gumbel noise [N, Q, size], a function of (seed, request, position, token) alone: argmax(logits/T + it) is a sample.
+    """Gumbel noise [N, Q, size], a function of (seed, request, position, token) alone.
 
-    So a row in a batch samples what it would sample alone. Counter-based: splitmix64's mixing of the four numbers.
+    argmax(logits / T + noise) is a sample, and a row in a batch samples what it would sample alone.
+    Counter-based: splitmix64's mixing of the four numbers.
     """
 
     def mix(x: torch.Tensor) -> torch.Tensor:
@@ -575,9 +575,10 @@ def gumbel(seed: int, requests: list[int], positions: torch.Tensor, size: int) -
             x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor  # a logical shift; int64 products wrap around
         return x
 
-    key = torch.tensor(requests, device=positions.device)[:, None] + mix(torch.tensor(seed, device=positions.device))
+    device = positions.device
+    key = torch.tensor(requests, device=device)[:, None] + mix(torch.tensor(seed, device=device))
     key = mix(mix(key) + positions)[..., None]  # [N, Q, 1]
-    bits = mix(key + torch.arange(1, size + 1, device=positions.device) * -0x61C8864680B583EB)  # [N, Q, size]
+    bits = mix(key + torch.arange(1, size + 1, device=device) * -0x61C8864680B583EB)  # [N, Q, size]
     uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / 2**53
     return -(-uniform.log()).log().float()
 
@@ -588,18 +589,11 @@ def trained_block_size(model) -> int:
 
 
 def window(model) -> int:
-    """The longest sequence that the model takes, in tokens.
-
-    For longrope it is the original window: with one longer row in a batch, all its rows would get other rotations.
-    """
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
-    original = [part["original_max_position_embeddings"] for part in ropes if part.get("rope_type") == "longrope"]
-    return min([getattr(config, "max_position_embeddings", None) or sys.maxsize, *original])
+    """The longest sequence that the model takes, in tokens."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[list[int]], list[float]]:
+def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[list[int]], list[float]]:
     """The `bounds` of `decode` for a threshold: a number, one per request, or a function asked before every pass."""
 
     def bound(value: float) -> float:
@@ -608,7 +602,7 @@ def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[lis
             raise MarsError(f"threshold {value} is out of range: it must be {allowed}")
         if value == METRICS[metric][0]:
             return math.inf
-        if not drafts:
+        if trained == 1:
             raise MarsError(f"this checkpoint was not trained with masks: it decodes as an AR model only, not at {value}")
         return -value if metric == "entropy" else value
 
@@ -622,20 +616,20 @@ def bounds_for(threshold: Threshold, metric: str, drafts: bool) -> Callable[[lis
 
 
 def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold | None = None,
-           lossless: bool = False, metric: str = "probability", temperature: float = 0.0, seed: int = 0, batch_size: int = 8,
-           block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
-    """Decode prompts (token ids) in a continuous batch of at most `batch_size` rows; yields (index, new tokens) by pass.
+           lossless: bool = False, metric: str = "probability", temperature: float = 0.0, seed: int = 0,
+           batch_size: int = 8, block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+    """Decode prompts (token ids) in a continuous batch; yields (index, new tokens) for every row of every pass.
 
-    threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a function
-                without arguments that is asked before every pass. 1 is AR decoding, exactly. By default 0.95, and 1 for a
-                checkpoint without masks.
-    lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR choice. The output
-                is that of AR decoding, token for token, also when it is sampled.
-    metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy" in nats
-                (commit while at most τ ≥ 0, and 0 is AR)
-    temperature 0 is greedy; else tokens are sampled with noise that depends on (seed, index, position) alone
+    threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a
+                function without arguments that is asked before every pass. 1 is AR decoding, exactly. By
+                default 0.95, and 1 for a checkpoint without masks.
+    lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR
+                choice. In float32 the output is that of AR decoding, token for token, also when sampled.
+    metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy"
+                in nats (commit while at most τ ≥ 0, and 0 is AR)
+    temperature 0 is greedy; otherwise tokens are sampled with noise that depends on (seed, index, position) alone
     block_size  masks per pass plus one, at most what the checkpoint was trained with (the default)
-    prompts     may be an iterator. It is asked before every pass for as long as there is room, and may answer None:
+    prompts     may be an iterator. It is asked before every pass while there is room, and may answer None:
                 nothing is waiting.
 
     Raises MarsError for anything out of range.
@@ -657,11 +651,11 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     if lossless and trained == 1:
         raise MarsError("this checkpoint was not trained with masks: it has no drafts for lossless decoding")
     threshold = METRICS[metric][trained > 1] if threshold is None else threshold
-    bounds = None if lossless else bounds_for(threshold, metric, trained > 1)
+    bounds = None if lossless else bounds_for(threshold, metric, trained)
 
     def row(request: int, prompt: list[int]) -> Row:
         if not 0 < len(prompt) < room:
-            raise MarsError(f"prompt {request} has {len(prompt)} tokens: it must have 1 to {room - 1}, for the model's window is {room}")
+            raise MarsError(f"prompt {request} has {len(prompt)} tokens: it must have 1 to {room - 1}, as the model's window is {room}")
         return Row(request, list(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
 
     def rows() -> Iterator[Row | None]:
@@ -673,7 +667,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
         if isinstance(threshold, (list, tuple)) and len(threshold) != len(prompts):
             raise MarsError(f"{len(threshold)} thresholds for {len(prompts)} prompts: give one each, or one for all")
         for request, prompt in enumerate(prompts):
-            row(request, prompt)  # complain before the work begins
+            row(request, prompt)  # raises before decoding begins
     return decode(model, rows(), bounds, metric, temperature, seed, batch_size, block_size, mask_id)
 
 
@@ -690,7 +684,8 @@ def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
             yield index, out
 
 
-def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None, **options) -> list[Output]:
+def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
+             **options) -> list[Output]:  # fmt: skip
     """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
     outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
     return [outs[index] for index in range(len(prompts))]
@@ -1205,7 +1200,7 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
     """
     ar = METRICS[metric][0]
     for threshold in thresholds:
-        bounds_for(threshold, metric, True)  # complain before the work begins
+        bounds_for(threshold, metric, 2)  # complain before the work begins
     modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar] + [("lossless", None)] * lossless
     for size in batch_sizes:
         runs = {mode: [] for mode in modes}
@@ -1544,7 +1539,7 @@ def generate_command(args) -> None:
         try:
             if line.startswith("/threshold"):
                 value = float(line.removeprefix("/threshold"))
-                bounds_for(value, args.metric, trained_block_size(model) > 1)
+                bounds_for(value, args.metric, trained_block_size(model))
                 threshold = value
             elif line == "/lossless":
                 threshold = None
@@ -1604,7 +1599,6 @@ def bench_command(args) -> None:
     rows = load_rows(args.data, "train" if args.train else "test")
     rows = list(itertools.islice((row for row in rows if messages_of(row)), args.limit))
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
-    passes = None
     if args.train:
         mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
         examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
@@ -1622,19 +1616,7 @@ def bench_command(args) -> None:
         lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
         print(f"answers of {lengths[0]}–{lengths[-1]} tokens (at most {args.max_new_tokens}); AR{' and lossless' * lossless} output is "
               f"Hugging Face's, token for token, on {same} of {len(prompts)} prompts")  # fmt: skip
-        if thresholds:
-            print("\nWhat a pass costs by the tokens that it reads of each row, and how many it must commit to be worth it:")
-            passes = print_table(widths(model, args.batch_sizes), "batch_size width ms_per_forward break_even")
-    write_results(args, model, results, passes=passes)
-
-
-def widths(model, batch_sizes: list[int]) -> Iterator[dict]:
-    """The cost of a pass of AR decoding, of the least and the most with masks, and of lossless decoding with all drafts."""
-    B = trained_block_size(model)
-    for rows in batch_sizes:
-        costs = pass_costs(model, rows, sorted({1, B, 2 * B - 1, B * B}))
-        for width, seconds in costs.items():
-            yield {"batch_size": rows, "width": width, "ms_per_forward": 1000 * seconds, "break_even": seconds / costs[1]}
+    write_results(args, model, results)
 
 
 def positive(text: str) -> int:

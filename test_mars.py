@@ -635,26 +635,26 @@ def test_the_three_metrics():
 def test_a_hand_worked_pass_over_the_cache():
     """The token at position p goes to slot p of its row's line, padding to the spare slot; position q sees the slots ≤ q."""
     cache = mars.SlotCache(3, 99)
-    positions, seen = cache.aim(1, [2, 5], back=3, drafts=0, masks=1, device="cpu")  # lines 1 and 2; the first row is short of a token
+    positions, seen = cache.prepare(1, [2, 5], back=3, drafts=0, masks=1, device="cpu")  # lines 1 and 2; the first row is short of a token
     S = cache.size
     assert positions.tolist() == [[0, 0, 1, 2], [2, 3, 4, 5]] and cache.width == 6 < S
     assert cache.target.tolist() == [S + S - 1, S, S + 1, S + 2, 2 * S + 2, 2 * S + 3, 2 * S + 4, 2 * S + 5]
     assert seen.sum(-1).tolist() == [[[1, 1, 2, 3]], [[3, 4, 5, 6]]] and seen[1, 0, 0].tolist() == [True] * 3 + [False] * 3
 
 
-def test_stale_cache_slots_are_never_seen(monkeypatch):
+def test_stale_cache_slots_are_never_seen(monkeypatch, at_once):
     """Poison every slot that a pass does not write and that nothing has committed: the output stays the same."""
-    aim = mars.SlotCache.aim
+    prepare = mars.SlotCache.prepare
 
     def poisoned(self, first, lengths, back, *rest):
         for line, length in enumerate(lengths, first):
             for buffer in (b for layer in self.layers for b in layer):
                 buffer[line, max(length - back, 0) :] = 1e4
-        return aim(self, first, lengths, back, *rest)
+        return prepare(self, first, lengths, back, *rest)
 
     rules = (dict(threshold=0.3), dict(lossless=True))
     before = [mars.generate(drafter(), walks(6), 40, batch_size=3, **rule) for rule in rules]
-    monkeypatch.setattr(mars.SlotCache, "aim", poisoned)
+    monkeypatch.setattr(mars.SlotCache, "prepare", poisoned)
     assert [mars.generate(drafter(), walks(6), 40, batch_size=3, **rule) for rule in rules] == before
 
 
@@ -683,17 +683,26 @@ def walks(n, length=5, seed=0):
 
 
 @pytest.fixture
-def paces(monkeypatch):
-    """Let the number of masks be drawn at random before every pass, so that no test depends on the machine's speed."""
+def any_plan(monkeypatch):
+    """Draw the plan and the number of masks at random before every pass: no test depends on the machine's speed."""
     rng = random.Random(0)
-    monkeypatch.setattr(mars.Pace, "__init__", lambda self, model, most: setattr(self, "most", most))
-    monkeypatch.setattr(mars.Pace, "masks", lambda self, rows, drafts: rng.randint(0, self.most))
-    monkeypatch.setattr(mars.Pace, "learn", lambda self, drafts, accepted: None)
+
+    def choose(self, rows, drafts):
+        self.plan = rng.choice(self.PLANS)
+        return rng.randint(0, self.most)
+
+    monkeypatch.setattr(mars.DraftScheduler, "choose", choose)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """All drafts in every pass, whatever the machine's speed."""
+    monkeypatch.setattr(mars.DraftScheduler, "choose", lambda self, rows, drafts: self.most)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("block_size", [2, 4, 8])
-def test_lossless_output_is_that_of_ar_decoding(block_size, temperature, paces):
+def test_lossless_output_is_that_of_ar_decoding(block_size, temperature, any_plan):
     """Drafts are committed only where AR decoding chooses the same, greedy or sampled, in any batch, however many there are."""
     model, texts = drafter(block_size), [walk[: 1 + i % 5] for i, walk in enumerate(walks(20, seed=1))]
     options = dict(temperature=temperature, seed=5)
@@ -709,7 +718,7 @@ def test_lossless_output_is_that_of_ar_decoding(block_size, temperature, paces):
 
 
 @pytest.mark.parametrize("rule", [dict(threshold=1.0), dict(lossless=True)])
-def test_sampling_has_the_exact_distribution(rule, paces):
+def test_sampling_has_the_exact_distribution(rule, any_plan):
     """20,000 draws of three tokens against the model's own probabilities, jointly: chi-square at p = 0.001."""
     model = tiny(vocab_size=6, initializer_range=0.15)
     model.config.mars_mask_token_id, model.generation_config = 5, transformers.GenerationConfig(pad_token_id=0, suppress_tokens=[5])
@@ -731,7 +740,7 @@ def test_sampling_has_the_exact_distribution(rule, paces):
 def test_a_hand_worked_lossless_pass():
     """One pass reads the last token, the drafts, and a group of masks for each, which sees its own draft and not the others."""
     cache = mars.SlotCache(1, 99)
-    positions, seen = cache.aim(0, [4], back=1, drafts=1, masks=2, device="cpu")  # 3 | draft 4 | masks 4 5 after 3 | masks 5 6 after the draft
+    positions, seen = cache.prepare(0, [4], back=1, drafts=1, masks=2, device="cpu")  # 3 | draft 4 | masks 4 5 after 3 | masks 5 6 after the draft
     assert positions.tolist() == [[3, 4, 4, 5, 5, 6]] and cache.target.tolist() == [3, 4, 5, 6, 7, 8]
     # slots                      0  1  2  3  4  5  6  7  8
     assert seen[0, 0].int().tolist() == [
@@ -744,9 +753,8 @@ def test_a_hand_worked_lossless_pass():
     ]
 
 
-def test_drafts_continue_from_the_last_that_was_accepted(monkeypatch):
+def test_drafts_continue_from_the_last_that_was_accepted(at_once):
     """After every pass the drafts are what masks predict behind all that is committed but the newest token: pass by pass."""
-    monkeypatch.setattr(mars.Pace, "plans", lambda self, rows: [(1.0, self.most, False)])
     model, texts = drafter(), walks(12, seed=2)
     outs = mars.generate(model, texts, 24, lossless=True, batch_size=5)
     for text, out, ar in zip(texts, outs, mars.generate(model, texts, 24, 1.0)):
@@ -763,26 +771,38 @@ def test_drafts_continue_from_the_last_that_was_accepted(monkeypatch):
     assert {1, B} < {n for out in outs for n in out.steps}
 
 
-def test_drafts_are_read_where_they_pay(monkeypatch):
-    """Where width is free all drafts are made and verified at once; where it costs, passes take turns; where it costs more, none are."""
+def test_drafts_may_come_from_the_text_so_far():
+    """What followed the last three or two tokens where they last occurred before is a draft, if that is the plan."""
+    scheduler = mars.DraftScheduler(3)
+    scheduler.plan = "text"
+    assert scheduler.drafts([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
+    assert scheduler.drafts([9, 2, 3, 7, 1, 2, 3, 4, 1, 2, 3]) == [4, 1, 2], "three tokens count before two, late before early"
+    assert scheduler.drafts([2, 3, 7, 1, 2, 3]) == [7, 1, 2] and scheduler.drafts([5, 5, 5]) == [5]
+    assert scheduler.drafts([1, 2, 3, 4, 3]) == scheduler.drafts([1]) == scheduler.drafts([]) == []
+    scheduler.plan = "none"
+    assert scheduler.drafts([5, 5, 5]) == []
 
-    def best(costs, rows, learn=()):
-        monkeypatch.setattr(mars, "costs_by_width", lambda model: costs)
-        pace = mars.Pace(None, 3)
-        for drafts, accepted in learn:
-            pace.learn(drafts, accepted)
-        return max(pace.plans(rows))[1:]
 
-    assert best({1: 1.0, 64: 1.0}, 1) == (3, False) and best({1: 1.0, 4: 1.0, 16: 4.0}, 1) == (3, True)
-    assert best({1: 1.0, 64: 64.0}, 1)[0] == 0 and best({1: 1.0, 16: 1.0, 256: 256.0}, 16)[0] == 0
-    assert best({1: 1.0, 64: 1.6}, 1, [(3, 1)] * 999) == (1, False)  # the first is accepted, the second never
-    assert best({1: 1.0, 64: 1.6}, 1, [(3, 0)] * 999)[0] == 0
-    pace = mars.Pace(None, 3)
-    pace.learn(3, 1), pace.learn(2, 2), pace.learn(0, 0)
-    assert pace.tried == [6, 6, 4] and pace.kept == pytest.approx([6, 5.02, 4])
-    assert mars.interpolate({1: 1.0, 3: 2.0}, 2) == 1.5 and mars.interpolate({1: 1.0, 3: 2.0}, 5) == 3.0
-    monkeypatch.setattr(mars, "costs_by_width", lambda model: {1: 1.0, 4: 1.0, 16: 4.0})
-    assert [mars.Pace(None, 3).masks(1, drafts) for drafts in (0, 3)] == [3, 0]
+def test_the_fastest_plan_is_followed_and_the_others_are_tried():
+    """The plan with the most tokens per second gets nearly all passes, for each number of rows; none is forgotten."""
+    scheduler, speed, masks = mars.DraftScheduler(3), {"at once": 90, "in turns": 80, "text": 50, "none": 40}, set()
+
+    def run(rows, passes):
+        taken = []
+        for _ in range(passes):
+            masks.add((scheduler.choose(rows, 3), scheduler.plan))
+            scheduler.record(rows, speed[scheduler.plan], 1.0)
+            taken.append(scheduler.plan)
+        return [taken.count(plan) / passes for plan in scheduler.PLANS]
+
+    assert run(1, 2048)[0] > 0.9 and set(scheduler.rates) == {(1, plan) for plan in scheduler.PLANS}
+    speed |= {"at once": 20, "text": 95}
+    run(1, 2048)
+    assert run(1, 1024)[2] > 0.9, "when the speeds change, so does the plan"
+    assert run(16, 1024)[2] > 0.9
+    assert masks == {(3, "at once"), (0, "in turns"), (0, "text"), (0, "none")}
+    scheduler.plan, scheduler.passes = "in turns", 1
+    assert scheduler.choose(1, 0) == 3, "in turns: no drafts at hand, so masks are read"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1070,7 +1090,7 @@ def test_too_little_memory_is_one_line(checkpoint, capsys, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee the manual.")
 
-    monkeypatch.setattr(mars, "read", full)
+    monkeypatch.setattr(mars, "forward", full)
     monkeypatch.setattr(mars, "check_invariant", lambda model: None)
     with pytest.raises(SystemExit) as stop:
         mars.main(["generate", "--model", checkpoint, "Hi"])
@@ -1243,9 +1263,8 @@ def figures(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "speedup")} for row in rows]
 
 
-def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys, at_once):
     """Results are written as they come; --resume answers only what is missing, and the table is that of a whole run."""
-    monkeypatch.setattr(mars.Pace, "plans", lambda self, rows: [(1.0, self.most, False)])  # whatever the machine's speed
     data, samples = tmp_path / "q.jsonl.gz", tmp_path / "s.jsonl"
     data.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
     common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --batch-size 3 --thresholds 1.0,0.5 --baseline --lossless"
