@@ -607,7 +607,6 @@ def load(args) -> None:
     problems = toy_problems(args)
     prompts = [mars.chat_ids(tokenizer, [{"role": "user", "content": problem["prompt"]}]) for problem in problems]
     mars.stream(model, [], lossless=True)  # nothing to decode: complain before the work begins
-    mars.costs_by_width(model)  # measured now and not while requests wait
     work = lambda: mars.generate(model, prompts, args.max_new_tokens, 1.0, batch_size=args.batch_size)
     capacity = len(prompts) / statistics.median(mars.timed(model, work)[1] for _ in range(3))
     print(f"{len(prompts)} requests, batches of at most {args.batch_size}; AR decoding answers {capacity:.1f} a second\n{mars.hardware(model)}")

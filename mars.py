@@ -564,23 +564,14 @@ def confidence(logits: torch.Tensor, metric: str) -> torch.Tensor:
 
 
 def gumbel(seed: int, requests: list[int], positions: torch.Tensor, size: int) -> torch.Tensor:
-    """Gumbel noise [N, Q, size], a function of (seed, request, position, token) alone.
-
-    argmax(logits / T + noise) is a sample, and a row in a batch samples what it would sample alone.
-    Counter-based: splitmix64's mixing of the four numbers.
-    """
-
-    def mix(x: torch.Tensor) -> torch.Tensor:
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor  # a logical shift; int64 products wrap around
-        return x
-
-    device = positions.device
-    key = torch.tensor(requests, device=device)[:, None] + mix(torch.tensor(seed, device=device))
-    key = mix(mix(key) + positions)[..., None]  # [N, Q, 1]
-    bits = mix(key + torch.arange(1, size + 1, device=device) * -0x61C8864680B583EB)  # [N, Q, size]
-    uniform = ((bits >> 11 & (1 << 53) - 1).double() + 0.5) / 2**53
-    return -(-uniform.log()).log().float()
+    """Gumbel noise [N, Q, size], a function of (seed, request, position) alone: argmax(logits / T + noise) is
+    a sample, and a row in a batch samples what it would sample alone."""
+    noise, generator = torch.empty(*positions.shape, size), torch.Generator()
+    for row, request, places in zip(noise, requests, positions.tolist()):
+        for cell, position in zip(row, places):
+            generator.manual_seed(hash((seed, request, position)))
+            cell.exponential_(generator=generator)
+    return -noise.log().to(positions.device)
 
 
 def trained_block_size(model) -> int:
@@ -692,20 +683,21 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
 
 
 # --------------------------------------------------------------------------------------------------
-# Training, in one process or in several that torchrun has started
+# Training, in one process or in several started by torchrun
 # --------------------------------------------------------------------------------------------------
 
 
 def processes() -> tuple[int, int]:
-    """(rank, how many): which of the processes this is that train together, and how many they are."""
+    """(rank, world size): which of the processes that train together this is, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
-    """The examples in a new order at every visit, each with a phase drawn from 0 … B-1; the first `start` are passed over.
+    """The examples in a new order at every visit, each with a phase from 0 … B-1; skips the first `start`.
 
-    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and phase are
-    functions of (seed, visit, example) alone: no split of the work among batches or processes changes them.
+    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and
+    phase are functions of (seed, visit, example) alone: no split of the work among micro-batches or
+    processes changes them.
     """
     first, done = divmod(start, len(examples))
     for visit in itertools.count(first):
@@ -716,10 +708,11 @@ def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, st
 
 
 class Loss(torch.nn.Module):
-    """`mars_loss` as the forward of a module, for this is what several processes wrap.
+    """`mars_loss` as the forward of a module, which DDP and FSDP can wrap.
 
-    subtle: they gather weights and average gradients around the forward of the module that is wrapped. `mars_loss` calls
-    the decoder and the output layer by themselves; outside such a forward, each process would train a model of its own.
+    subtle: they gather weights and average gradients around the forward of the module they wrap.
+    `mars_loss` calls the decoder and the output layer separately; outside such a forward, each process
+    would train a model of its own.
     """
 
     def __init__(self, model):
@@ -731,27 +724,29 @@ class Loss(torch.nn.Module):
 
 
 class Training:
-    """One stage of fine-tuning: what must be kept to go on with it after an interruption as if there had been none.
+    """One stage of fine-tuning, and the state that must be kept to resume it exactly.
 
-    AdamW, 3 % linear warm-up, then cosine decay (§4.1). With several processes every one has a copy of the model, or with
-    `shard` a share of weights, gradients and optimiser state, and gathers a layer's weights when it needs them.
+    AdamW, 3 % linear warm-up, then cosine decay (§4.1). Under torchrun every process has a copy of the
+    model (DDP), or with `shard` a share of weights, gradients and optimiser state (FSDP2).
     """
 
     def __init__(self, model, steps: int, lr: float, shard: bool = False):
         self.model, self.steps, self.step, self.loss, self.shard = model, steps, 0, Loss(model), shard
         if shard:
-            # The model may still be on the CPU: a share goes to its device when it is cut off.
             half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if torch.cuda.is_available() else {}
-            layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-            for module in [*layers, self.loss]:
+            layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+            for module in [*layers, self.loss]:  # a share moves from the CPU to its device here
                 fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
         elif processes()[1] > 1:
             self.loss = DistributedDataParallel(self.loss, forward_sync_buffers=False)
         self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
-        self.schedule = transformers.get_cosine_schedule_with_warmup(self.optimizer, math.ceil(0.03 * steps), steps)
+        warmup = math.ceil(0.03 * steps)
+        cosine = lambda step: 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        rate = lambda step: (step + 1) / warmup if step < warmup else cosine(step)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def state(self) -> tuple[dict, dict]:
-        """(weights, the rest) as plain tensors in the first process's memory, however they are shared; all must call this."""
+        """(weights, the rest) as plain tensors in the memory of rank 0, sharded or not; all ranks must call this."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.model, options=options)
         for name in self.model.all_tied_weights_keys:  # the second name of a weight
@@ -761,16 +756,19 @@ class Training:
 
     def restore(self, rest: dict) -> None:
         self.step = rest["step"]
-        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=StateDictOptions(full_state_dict=True))
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
         self.schedule.load_state_dict(rest["schedule"])
 
 
-def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int, accumulate: int = 1, ar_weight: float = 1.0,
-          fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:  # fmt: skip
-    """Run the steps of a stage that are left, in place; block_size 1 is the AR stage. Yields a report after every step.
+def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int,
+          accumulate: int = 1, ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False,
+          seed: int = 0) -> Iterator[dict]:  # fmt: skip
+    """Run the remaining steps of a stage, in place; block_size 1 is the AR stage. Yields a report after every step.
 
-    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient, clipped at 1, does not
-    depend on how its examples are split. Weights are float32 everywhere; on CUDA the arithmetic is autocast to bfloat16.
+    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient,
+    clipped at norm 1, does not depend on how its examples are split. Weights are float32 everywhere; on
+    CUDA the arithmetic is autocast to bfloat16. Raises MarsError if the gradient is not finite.
     """
     model, (rank, world) = training.model, processes()
     size = batch_size * accumulate * world
@@ -778,27 +776,30 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
     model.train()
     while training.step < training.steps:
         batch = list(itertools.islice(stream, size))
-        if size > batch_size:  # texts of like length share a forward pass: less padding. The longest go first: if they fit, all do
+        if size > batch_size:  # texts of similar length share a forward pass; the longest first: if they fit, all do
             batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
         mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
         totals, sums = count_targets(batch, block_size, full_block), 0
-        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout: nothing to keep for a restart
+        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout resumes exactly
         for micro in mine:
-            last = micro is mine[-1]
-            with contextlib.nullcontext() if last or training.shard or world == 1 else training.loss.no_sync():
+            accumulating = world > 1 and not training.shard and micro is not mine[-1]
+            with training.loss.no_sync() if accumulating else contextlib.nullcontext():
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                     loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block, totals)
-                (world * loss).backward()  # subtle: processes average their gradients, but these are parts of a sum
+                (world * loss).backward()  # subtle: processes average gradients, but these are parts of a sum
             sums = sums + torch.stack(list(parts.values()))  # [3, B + 1]
         if world > 1:
             dist.all_reduce(sums)
         norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
+        norm = float(norm.full_tensor() if training.shard else norm)
+        if not math.isfinite(norm):
+            raise MarsError(f"the gradient of step {training.step + 1} is {norm}: lower --lr; nothing of it is saved")
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.schedule.step()
         training.step += 1
-        norm = norm.full_tensor() if training.shard else norm
-        yield {"step": training.step, "lr": training.schedule.get_last_lr()[0], "grad_norm": norm, **dict(zip(parts, sums))}
+        lr = training.schedule.get_last_lr()[0]
+        yield {"step": training.step, "lr": lr, "grad_norm": norm, **dict(zip(parts, sums))}
     model.eval()
 
 
@@ -909,65 +910,72 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
     tokenizer.save_pretrained(folder)
 
 
-# While a stage is trained, OUT/STAGE-N is its checkpoint after N steps: a plain folder, with the rest of the training state in
-# training.pt. The last one becomes OUT/STAGE. A folder is written as OUT/.STAGE-N and then renamed; one that is to go is first
-# renamed to that and then removed. So whenever the process dies, a folder without the dot is whole.
+# While a stage is trained, OUT/STAGE.partial is its last checkpoint: a plain folder, with the rest of the
+# training state in training.pt. At the end it becomes OUT/STAGE. Whenever the process dies, one of
+# OUT/STAGE, OUT/STAGE.partial and OUT/.STAGE.partial.old is whole.
 
 
-def checkpoints(out: Path, stage: str) -> list[Path]:
-    """The checkpoints OUT/STAGE-N of a stage, oldest first."""
-    found = [path for path in out.glob(f"{stage}-*") if re.fullmatch(rf"{stage}-\d+", path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+def replace(source: Path, target: Path) -> None:
+    """Rename folder `source` to `target`; what `target` was stays beside it until that is done."""
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    source.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def discard(folder: Path) -> None:
-    hidden = folder.with_name("." + folder.name)
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def prune(out: Path, stage: str, keep: int) -> None:
-    """Discard all checkpoints OUT/STAGE-N but the last few."""
-    for old in checkpoints(out, stage)[:-keep]:
-        discard(old)
-
-
-def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, block_size: int, mask_id: int, settings: dict, keep: int) -> None:
-    """Write OUT/STAGE-N and keep the last few. Raises MarsError if it cannot; what was there before is then still there."""
+def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, settings: dict) -> None:
+    """Write OUT/STAGE.partial. Raises MarsError if it cannot; the checkpoint before it is then still there."""
     weights, rest = training.state()
-    folder, problem = out / f"{stage}-{training.step}", [None]
+    partial, beside, problem = out / f"{stage}.partial", out / f".{stage}.new", [None]
     if processes()[0] == 0:
-        beside = folder.with_name("." + folder.name)
-        shutil.rmtree(beside, ignore_errors=True)
         try:
-            save(training.model, tokenizer, beside, block_size, mask_id, weights)
+            shutil.rmtree(beside, ignore_errors=True)
+            save(training.model, tokenizer, beside, settings["block_size"], settings["mask_id"], weights)
             torch.save(rest, beside / "training.pt")
             (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
-            beside.rename(folder)
-            prune(out, stage, keep)
-        except Exception as error:  # a full disk has many names: OSError, torch's RuntimeError, SafetensorError
+            replace(beside, partial)
+        except Exception as error:  # a full disk has many names: OSError, RuntimeError, SafetensorError
             shutil.rmtree(beside, ignore_errors=True)
             problem = [first_line(error)]
     if dist.is_initialized():
-        dist.broadcast_object_list(problem)  # also: nobody goes on before the checkpoint is there
+        dist.broadcast_object_list(problem)  # also: no rank continues before the checkpoint is there
     if problem[0]:
-        last = checkpoints(out, stage)[-1:]
-        good = f"{last[0]} is the last good checkpoint, from which --resume goes on" if last else "there is no earlier checkpoint of this stage"
-        raise MarsError(f"cannot write {folder} ({problem[0]}): {good}")
+        kept = f"--resume continues from {partial}" if partial.exists() else "there is no earlier checkpoint"
+        raise MarsError(f"cannot write step {training.step} of {partial} ({problem[0]}): {kept}")
 
 
-def finish(out: Path, stage: str, keep: int) -> None:
-    """The last checkpoint becomes OUT/STAGE, and counts among those that are kept."""
+def finish(out: Path, stage: str) -> None:
+    """The last checkpoint becomes OUT/STAGE."""
     if processes()[0] == 0:
-        prune(out, stage, keep)
-        last = checkpoints(out, stage)[-1]
-        if (out / stage).exists():
-            discard(out / stage)
-        last.rename(out / stage)
+        replace(out / f"{stage}.partial", out / stage)
         (out / stage / "training.pt").unlink()
     if dist.is_initialized():
         dist.barrier()
+
+
+def find_checkpoint(out: Path, stage: str, start: str, resume: bool) -> Path | None:
+    """What --resume continues from, if anything: OUT/STAGE, which is finished, or the last checkpoint.
+
+    Without --resume an earlier run is not overwritten, but for a finished one from the same model: MarsError.
+    """
+    for name in (stage, f"{stage}.partial", f".{stage}.partial.old"):
+        if (out / name / "training.json").exists():
+            if resume:
+                return out / name
+            model = json.loads((out / name / "training.json").read_text())["model"]
+            if name != stage or model != start:
+                raise MarsError(f"{out / name} is from an earlier run: --resume continues it; else remove it, or name another --out")
+    return None
+
+
+def check_same(folder: Path, settings: dict) -> None:
+    """Raise MarsError if the checkpoint to be resumed was made with other data or other settings."""
+    trained = json.loads((folder / "training.json").read_text())
+    for name, value in settings.items():
+        if trained.get(name) != value:
+            raise MarsError(f"{folder} was trained with {name} {trained.get(name)}, not {value}: use the same, or name another --out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1024,6 +1032,12 @@ def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
     """The token ids of a conversation up to the point where the assistant is to answer."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(text, add_special_tokens=False).input_ids  # subtle: the template writes BOS itself, if it wants one
+
+
+def question_ids(tokenizer, row: dict) -> list[int]:
+    """The token ids of a row's conversation up to its last answer, which is to be given."""
+    messages = messages_of(row)
+    return chat_ids(tokenizer, messages[:-1] if messages[-1]["role"] == "assistant" else messages)
 
 
 @functools.cache
@@ -1163,86 +1177,85 @@ def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
 # --------------------------------------------------------------------------------------------------
 
 
-def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int) -> list[Output]:
-    """The model's own Hugging Face `generate`: greedy, in fixed batches, padded on the left, as a user would run it."""
+def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int, lookup: int | None = None) -> list[Output]:
+    """The model's own Hugging Face `generate`: greedy, in fixed batches padded on the left, as a user would run it.
+
+    `lookup`: the tokens that its prompt look-up drafts in a pass (batch size 1 only).
+    """
     outs, ends, pad = [], end_tokens(model), model.generation_config.pad_token_id
     for i in range(0, len(prompts), batch_size):
         batch = prompts[i : i + batch_size]
         P = max(map(len, batch))
         ids = torch.tensor([[pad] * (P - len(p)) + p for p in batch], device=model.device)
         real = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in batch], device=model.device)
-        lists = model.generate(ids, attention_mask=real, do_sample=False, max_new_tokens=max_new_tokens)[:, P:].tolist()
-        for tokens in (until_end(tokens, ends) for tokens in lists):
+        options = dict(attention_mask=real, do_sample=False, max_new_tokens=max_new_tokens)
+        options |= {"prompt_lookup_num_tokens": lookup} if lookup else {}
+        for tokens in model.generate(ids, **options)[:, P:].tolist():
+            tokens = until_end(tokens, ends)
             outs.append(Output(tokens, [1] * len(tokens), "eos" if tokens[-1] in ends else "length"))
     return outs
 
 
-def timed(model, work: Callable[[], list[Output]]) -> tuple[list[Output], float, int]:
-    """(outputs, seconds, forward passes) of one run of `work`, with all that it queued on the device."""
+def timed(model, work: Callable) -> tuple:
+    """(result, seconds, forward passes) of one run of `work`, with all that it queued on the device."""
     sync = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     passes = []
     hook = model.register_forward_hook(lambda *_: passes.append(1))
     sync()
     start = time.perf_counter()
-    outs = work()
+    result = work()
     sync()
     seconds = time.perf_counter() - start
     hook.remove()
-    return outs, seconds, len(passes)
+    return result, seconds, len(passes)
 
 
 def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: list[float], max_new_tokens: int,
           repeats: int, metric: str = "probability", lossless: bool = False) -> Iterator[dict]:  # fmt: skip
-    """Time Hugging Face `generate`, ours as AR, at each threshold and lossless on the same prompts; yields a row for each.
+    """Time Hugging Face `generate`, with and without prompt look-up, and ours in every mode; yields a row for each.
 
-    All modes take turns in every repeat, so that a noisy machine hurts all alike; figures are medians of the repeats,
-    after one run of each that is not counted. `limit` is what the speedup would be if a pass cost no more than AR's.
+    All modes take turns in every repeat, so that a noisy machine affects all alike; figures are medians of the
+    repeats, after a warm-up. `limit` is what the speedup would be if a pass cost no more than AR's.
     """
     ar = METRICS[metric][0]
     for threshold in thresholds:
-        bounds_for(threshold, metric, 2)  # complain before the work begins
-    modes = [("hf", None), ("ar", ar)] + [("mars", t) for t in thresholds if t != ar] + [("lossless", None)] * lossless
+        bounds_for(threshold, metric, trained_block_size(model))  # raises before the timing begins
     for size in batch_sizes:
+        modes = [("hf", None)] + [("lookup", None)] * (size == 1) + [("ar", ar)]
+        modes += [("mars", t) for t in thresholds if t != ar] + [("lossless", None)] * lossless
         runs = {mode: [] for mode in modes}
         for _ in tqdm(range(1 + repeats), desc=f"batch {size}", leave=False, disable=None):
             for name, threshold in modes:
-                if name == "hf":
-                    work = lambda: hf_generate(model, prompts, max_new_tokens, size)
+                if name in ("hf", "lookup"):
+                    work = lambda: hf_generate(model, prompts, max_new_tokens, size, 3 if name == "lookup" else None)
                 else:
                     options = dict(lossless=name == "lossless", metric=metric, batch_size=size)
                     work = lambda: generate(model, prompts, max_new_tokens, threshold, **options)
                 runs[name, threshold].append(timed(model, work))
+        seconds = {mode: statistics.median(t for _, t, _ in results[1:]) for mode, results in runs.items()}
         baseline = runs["hf", None][0][0]
-        hf_rate, ar_rate = rate(runs["hf", None]), rate(runs["ar", ar])
         for (name, threshold), results in runs.items():
             outs, _, passes = results[-1]
             tokens, steps = sum(len(out.tokens) for out in outs), sum(len(out.steps) for out in outs)
+            per_forward = None if name == "lookup" else tokens / steps
+            time_taken = seconds[name, threshold]
             yield {
-                "mode": name, "threshold": threshold, "batch_size": size,
-                "tokens_per_forward": tokens / steps,
-                "ms_per_forward": 1000 * tokens / rate(results) / passes,
-                "tokens_per_second": rate(results),
-                "speedup": rate(results) / hf_rate,
-                "limit": None if name == "hf" else tokens / steps * ar_rate / hf_rate,
+                "mode": name, "threshold": threshold, "batch_size": size, "tokens_per_forward": per_forward,
+                "ms_per_forward": 1000 * time_taken / passes, "tokens_per_second": tokens / time_taken,
+                "speedup": seconds["hf", None] / time_taken * tokens / sum(len(out.tokens) for out in baseline),
+                "limit": per_forward and per_forward * seconds["hf", None] / seconds["ar", ar],
                 "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
-                "new_tokens": sorted(len(out.tokens) for out in outs),
                 "accuracy": None, "n": len(prompts),
             }  # fmt: skip
 
 
-def rate(results: list[tuple[list[Output], float, int]]) -> float:
-    """Tokens per second of several runs, of which the first does not count."""
-    return sum(len(out.tokens) for out in results[-1][0]) / statistics.median(seconds for _, seconds, _ in results[1:])
-
-
 def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size: int, repeats: int) -> list[dict]:
-    """Time optimiser steps of AR and of MARS training on the same batch, in turns: medians, and peak memory in MB.
+    """Time optimiser steps of AR and of MARS training on the same batch, in turns: medians, and peak memory.
 
-    Every turn has a fresh optimiser and takes five steps. The first two, in which memory is found, do not count. Peak memory is
-    CUDA's, or the whole process's on Linux.
+    Every turn has a fresh optimiser and takes five steps, of which the first two, a warm-up, do not count.
     """
     examples = examples[:batch_size]
-    runs, clean = {1: [], block_size: []}, sum(len(p) + len(r) for p, r in examples)
+    runs, clean = {1: [], block_size: []}, sum(len(prompt) + len(response) for prompt, response in examples)
     for _ in tqdm(range(repeats), desc="train", leave=False, disable=None):
         for B, measured in runs.items():
             steps = train(Training(model, 5, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
@@ -1253,20 +1266,20 @@ def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size
     rows = []
     for B, measured in runs.items():
         ms, peak = (statistics.median(column) for column in zip(*measured))
-        rows.append({"mode": "mars" if B > 1 else "ar", "step_ms": ms})
-        rows[-1] |= {"tokens_per_second": 1000 * clean / ms, "peak_memory_mb": peak}
-    for ratio, figure in (("time_ratio", "step_ms"), ("memory_ratio", "peak_memory_mb")):
-        rows[1][ratio] = rows[1][figure] / rows[0][figure]
+        rows.append({"mode": "mars" if B > 1 else "ar", "step_ms": ms, "tokens_per_second": 1000 * clean / ms,
+                     "peak_memory_mb": peak})  # fmt: skip
+    rows[1]["time_ratio"] = rows[1]["step_ms"] / rows[0]["step_ms"]
+    rows[1]["memory_ratio"] = rows[1]["peak_memory_mb"] / rows[0]["peak_memory_mb"]
     return rows
 
 
 def peak_memory(device: torch.device, reset: bool = False) -> float:
-    """The peak of memory since the last reset, in MB; NaN where the system does not tell."""
+    """The peak of memory since the last reset, in MB: CUDA's, or the process's on Linux; NaN elsewhere."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats() if reset else None
         return torch.cuda.max_memory_allocated() / 2**20
     try:
-        Path("/proc/self/clear_refs").write_text("5") if reset else None  # Linux: sets VmHWM back to what is in use now
+        Path("/proc/self/clear_refs").write_text("5") if reset else None  # resets VmHWM
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 2**10
     except (OSError, TypeError):
         return math.nan
@@ -1278,66 +1291,52 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
 
 
 @contextlib.contextmanager
-def together(device: str | None) -> Iterator[None]:
-    """Join the processes that torchrun has started, if it has and they are not together yet."""
+def process_group(device: str | None) -> Iterator[None]:
+    """Join the processes that torchrun has started, if there are any and they have not met yet."""
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return
     chosen = pick(device)[0]
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # One process writes the checkpoints, and the others wait for it.
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=2))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))  # ranks wait while rank 0 writes
     yield
-    dist.barrier()  # subtle: one that leaves early can abort the others
+    dist.barrier()  # subtle: a rank that leaves early can abort the others
     dist.destroy_process_group()
-
-
-SETTINGS = "model data split seed block_size max_steps epochs lr ar_weight fixed_phase full_block max_length mask_token".split()
 
 
 def train_command(args) -> None:
     toy, out = args.model == "toy", Path(args.out or f"runs/{Path(args.model).name}")
+    stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
     if not toy and not args.data:
         raise MarsError("name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
     if args.block_size < 2:
         raise MarsError(f"block size {args.block_size} is out of range: it must be at least 2 (a block of 1 has no masks)")
-    if args.lr is not None and args.lr <= 0 or args.epochs <= 0 or args.ar_weight < 0:
-        raise MarsError("--lr and --epochs must be above 0, and --ar-weight at least 0")
     if args.shard and "WORLD_SIZE" not in os.environ:
-        raise MarsError("--shard shares the model among processes: start them with torchrun --nproc_per_node N mars.py train …")
-    stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
-    masks = "mars" in stages
-    unfinished = [str(folder) for stage in stages for folder in checkpoints(out, stage)]
-    if unfinished and not args.resume:
-        raise MarsError(f"{unfinished[-1]} is from an earlier run: --resume goes on with it; else remove it, or name another --out")
+        raise MarsError("--shard needs several processes: torchrun --nproc_per_node N mars.py train …")
     args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
-    with together(args.device):
+    start = "toy" if toy and args.stage != "mars" else str(out / "ar") if toy else args.model
+    device = "cpu" if args.shard else args.device  # what is sharded moves to its device when it is
+    with process_group(args.device):
         rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
-        settings = {name: getattr(args, name) for name in SETTINGS} | {"examples_per_step": args.batch_size * args.accumulate * processes()[1]}
         for stage in stages:
-            begin = "toy" if toy and stage == "ar" else str(out / "ar") if toy or stage != stages[0] else args.model
-            settings["begin"] = begin
-            found = resumable(out, stage, settings) if args.resume else None
-            device = "cpu" if args.shard else args.device  # what is shared goes to its device when it is shared
-            if begin == "toy" and not found:
+            found = find_checkpoint(out, stage, start, args.resume)
+            if start == "toy" and not found:
                 model, tokenizer = toy_model(args.seed)
                 model.to(pick(device)[0])
-            else:  # subtle: the weights that are trained are float32 everywhere, half precision loses small updates
-                model, tokenizer = load(str(found or begin), device, torch.float32)
-            mask_id = choose_mask_token(model, tokenizer, args.mask_token) if masks else 0
+            else:  # subtle: trained weights are float32 everywhere, because half precision loses small updates
+                model, tokenizer = load(str(found or start), device, torch.float32)
+            mask_id = choose_mask_token(model, tokenizer, args.mask_token) if "mars" in stages else 0
             check_head(model)
             if not examples:
                 examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
-                mask = f", mask token {tokenizer.mask_token} = {mask_id}" if masks else ""
-                print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}{mask}")
-                B = args.block_size if masks else 1
-                first = itertools.islice(visits(examples, B, args.fixed_phase, args.seed), args.show_examples)
-                show_examples(tokenizer, first, B, mask_id, args.full_block)
-            if found == out / stage:
-                print(f"{stage}: finished before → {found}")
-            else:
-                train_stage(args, stage, out, model, tokenizer, mask_id, examples, found, settings)
+                print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}, mask token {tokenizer.mask_token}")
+                shown = visits(examples, args.block_size, args.fixed_phase, args.seed)
+                for example in itertools.islice(shown, args.show_examples):
+                    show_example(tokenizer, example, args.block_size, mask_id, args.full_block)
+            train_stage(args, stage, out, start, model, tokenizer, mask_id, examples, found)
+            start = str(out / stage)
 
 
 def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
@@ -1355,79 +1354,60 @@ def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[arr
     return examples
 
 
-def resumable(out: Path, stage: str, settings: dict) -> Path | None:
-    """The checkpoint from which --resume goes on: OUT/STAGE, which is finished, or the last OUT/STAGE-N."""
-    different = None
-    for folder in (out / stage, *reversed(checkpoints(out, stage))):
-        if (folder / "training.json").exists():
-            trained = json.loads((folder / "training.json").read_text())
-            names = [name for name in settings if trained.get(name) != settings[name]]
-            if not names:
-                return folder
-            different = f"{folder} was trained with {names[0]} {trained.get(names[0])}, not {settings[names[0]]}"
-    if different:
-        raise MarsError(f"{different}: use the same, remove it, or name another --out")
-    return None
-
-
-def train_stage(args, stage: str, out: Path, model, tokenizer, mask_id: int, examples: Sequence, found: Path | None, settings: dict) -> None:
-    """Train OUT/STAGE, from the checkpoint `found` on if there is one."""
-    B, size = args.block_size if stage == "mars" else 1, settings["examples_per_step"]
-    steps = args.max_steps or (TOY_STEPS[stage] if args.model == "toy" else math.ceil(args.epochs * math.ceil(len(examples) / size)))
+def train_stage(args, stage: str, out: Path, start: str, model, tokenizer, mask_id: int, examples: list,
+                found: Path | None) -> None:  # fmt: skip
+    """Train OUT/STAGE, from the checkpoint `found` on if there is one; Ctrl-C and SIGTERM write one first."""
+    size = args.batch_size * args.accumulate * processes()[1]
+    steps = args.max_steps or math.ceil(args.epochs * len(examples) / size)
+    if args.model == "toy":
+        steps = args.max_steps or TOY_STEPS[stage]
+    how = {"block_size": args.block_size, "ar_weight": args.ar_weight} if stage == "mars" else {"block_size": 1}
+    how |= {name: getattr(args, name) for name in ("seed", "fixed_phase", "full_block")} | {"mask_id": mask_id}
+    checksum = functools.reduce(lambda crc, part: zlib.crc32(part, crc), itertools.chain(*examples), 0)
+    data = f"{len(examples)} examples, checksum {checksum:08x}"
+    settings = how | {"model": start, "data": data, "steps": steps, "lr": args.lr, "examples_per_step": size}
+    if found:
+        check_same(found, settings)
+    if found == out / stage:
+        print(f"{stage}: finished before → {found}")
+        return
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
     training = Training(model, steps, args.lr, args.shard)
     if found:
         training.restore(torch.load(found / "training.pt", weights_only=True, mmap=True))
-    print(f"{stage}: {steps} steps of {size} examples" + (f", from step {training.step} on" if found else "") + f" → {out / stage}")
-    reports = train(
-        training, examples, block_size=B, mask_id=mask_id, batch_size=args.batch_size, accumulate=args.accumulate,
-        ar_weight=args.ar_weight if stage == "mars" else 1.0, fixed_phase=args.fixed_phase, full_block=args.full_block, seed=args.seed,
-    )  # fmt: skip
-    write = lambda: write_checkpoint(training, tokenizer, out, stage, B, mask_id, settings, args.keep)
-    path = out / f"{stage}.jsonl"
-    before = path.read_text().splitlines(True) if found and path.exists() else []
-    if processes()[0] == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        for left_over in (out / f".{stage}", *out.glob(f".{stage}-*")):
-            shutil.rmtree(left_over, ignore_errors=True)
-    with open(os.devnull if processes()[0] else path, "w") as log, interrupts() as caught:
-        log.writelines(line for line in before if line.endswith("\n") and json.loads(line)["step"] <= training.step)
-        reports = checkpointed(reports, training, write, args.save_every, caught)
-        bar = progress(reports, desc=stage, total=steps, initial=training.step, unit="step")
-        for record in summaries(bar, args.report_every, steps):
-            losses = f"AR loss {record['ar_loss']:.3f}" + (f"  mask loss {record['mask_loss']:.3f}" if B > 1 else "")
-            right = "".join(f" {accuracy:3.0%}" for accuracy in record["mask_accuracy"])
-            speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-            bar.set_postfix_str(losses.replace("loss ", ""))
-            bar.write(f"step {record['step']:5}  {losses}  " + (f"masks right{right}  " if right else "") + speed)
-            log.write(json.dumps(record) + "\n")
-            log.flush()
-    finish(out, stage, args.keep)
+    print(f"{stage}: steps {training.step + 1} to {steps} of {size} examples → {out / stage}")
+    reports = train(training, examples, batch_size=args.batch_size, accumulate=args.accumulate, **how)
+    bar = progress(reports, desc=stage, total=steps, initial=training.step, unit="step")
+    with stop_requests() as requested:
+        recent, since = [], time.perf_counter()
+        for report in bar:
+            recent.append(report)
+            last = training.step == steps
+            if last or training.step == 1 or training.step % math.ceil(steps / 16) == 0:
+                bar.write(describe(recent, time.perf_counter() - since))
+                recent, since = [], time.perf_counter()
+            stop = requested()
+            if stop or last or training.step % args.save_every == 0:
+                write_checkpoint(training, tokenizer, out, stage, settings)
+            if stop or last and requested():  # a request may arrive during the last write
+                raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: --resume continues")
+    finish(out, stage)
 
 
-def checkpointed(reports: Iterable[dict], training: Training, write: Callable, every: int, caught: list) -> Iterator[dict]:
-    """The reports, with a checkpoint every so many steps, after the last, and before leaving when asked to stop."""
-
-    def asked() -> bool:
-        """Whether any of the processes was asked to stop, for all stop after the same step."""
-        count = torch.tensor(float(len(caught)), device=training.model.device)
-        if dist.is_initialized():
-            dist.all_reduce(count)
-        return bool(count)
-
-    for report in reports:
-        yield report  # first: what is saved has been logged
-        stop, last = asked(), training.step == training.steps
-        if stop or last or training.step % every == 0:
-            write()
-        if stop or last and asked():  # it may have come while the last checkpoint was written
-            raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: the same command with --resume goes on from there")
+def describe(reports: list[dict], seconds: float) -> str:
+    """A line about some steps: mean losses, how often each mask of a block is right, response tokens per second."""
+    nll, hits, count = (sum(report[name] for report in reports) for name in ("nll", "hits", "count"))  # [B + 1]
+    line = f"step {reports[-1]['step']:5}  AR loss {nll[0] / count[0]:.3f}"
+    if count[1:].any():
+        right = " ".join(f"{h / c:3.0%}" for h, c in zip(hits[1:].tolist(), count[1:].tolist()) if c)
+        line += f"  mask loss {nll[1:].sum() / count[1:].sum():.3f}  masks right {right}"
+    return f"{line}  {count[0] / seconds:,.0f} tokens/s"
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[list]:
-    """Ctrl-C and the scheduler's SIGTERM are collected in a list, for the step to end in peace."""
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Catch Ctrl-C and SIGTERM; yields a function that tells whether any process has received one."""
     caught = []
 
     def catch(number: int, _) -> None:
@@ -1435,20 +1415,26 @@ def interrupts() -> Iterator[list]:
             print("\nstopping: finishing this step and saving it (Ctrl-\\ stops at once)", file=sys.stderr)
         caught.append(number)
 
+    def requested() -> bool:
+        if not dist.is_initialized():
+            return bool(caught)
+        dist.all_gather_object(answers := [None] * processes()[1], bool(caught))
+        return any(answers)  # all ranks stop after the same step
+
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield caught
+        yield requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def progress(items: Iterable, **options) -> tqdm:
-    """A bar on a terminal, of the first process only."""
+    """A bar on a terminal, on rank 0 only."""
     return tqdm(items, disable=True if processes()[0] else None, **options)
 
 
-SHADES, GREY = ("48;5;24", "48;5;22", "48;5;53"), "48;5;238"  # backgrounds: of successive passes or blocks blue, green, purple
+SHADES = ("48;5;24", "48;5;22", "48;5;53")  # of successive passes or blocks: blue, green, purple
 
 
 def paint(text: str, background: str) -> str:
@@ -1458,124 +1444,100 @@ def paint(text: str, background: str) -> str:
     return "\n".join(f"\x1b[38;5;231;{background}m{part}\x1b[0m" if part else "" for part in text.split("\n"))
 
 
-def show_examples(tokenizer, examples: Iterable[Example], block_size: int, mask_id: int, full_block: bool) -> None:
-    """Print examples as they are trained: what stands in each place of the text, from the last prompt token on, what it learns
-    to predict, and what a mask sees: `x<4` means the prompt, x_0 … x_3, and the masks of its colour up to itself."""
+def show_example(tokenizer, example: Example, block_size: int, mask_id: int, full_block: bool) -> None:
+    """Print an example as it is trained, a position a line: what the clean token and the mask there learn to
+    predict, and what the mask sees: `x<4` is the prompt, x_0 … x_3, and the masks of its colour up to itself."""
+    prompt, response, phase = example
+    P, C = len(prompt), len(prompt) + len(response)
+    rows = {name: tensor[0] for name, tensor in collate([example], block_size, mask_id, full_block).items()}
     name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t", "→") or "∅"
-    for number, (prompt, response, phase) in enumerate(examples, 1):
-        rows = collate([(prompt, response, phase)], block_size, mask_id, full_block)
-        (ids, positions, labels, seen), P, C = (rows[name][0] for name in ("ids", "positions", "labels", "visible")), len(prompt), len(prompt) + len(response)
-        print(f"\nexample {number}: {P} prompt tokens, {C - P} response tokens, blocks of {block_size} with phase {phase}\n" + tokenizer.decode(prompt))
-        table = [["clean", "learns", "noisy", "learns", "sees"]]
-        table += [[name(ids[p]), name(labels[p]) if labels[p] != IGNORE else "", "", "", ""] for p in range(P - 1, C)]
-        for m in range(C, len(ids)):
-            table[positions[m] - P + 2][2:] = ["M", name(labels[m]), f"x<{seen[0, m, P:C].sum()}"]
-        blocks = list(dict.fromkeys(column[4] for column in table[1:] if column[4]))
-        colours = {block: SHADES[i % len(SHADES)] for i, block in enumerate(blocks)}
-        widths, done = [max(map(len, column)) for column in table], 1
-        while done < len(table):
-            room, columns = shutil.get_terminal_size().columns - widths[0], [0]
-            while done < len(table) and (len(columns) == 1 or room >= widths[done] + 2):
-                room, columns, done = room - widths[done] - 2, [*columns, done], done + 1
-            for line in range(5):
-                cells = [(table[i][line].ljust(widths[i]), GREY if line == 1 and i else line > 1 and colours.get(table[i][4])) for i in columns]
-                print("  ".join(paint(cell, colour) if colour and cell.strip() else cell for cell, colour in cells).rstrip())
-            print()
+    label = lambda column: "" if rows["labels"][column] == IGNORE else name(rows["labels"][column])
+    mask_at = {int(rows["positions"][m]): m for m in range(C, len(rows["ids"]))}
+    print(f"\n{tokenizer.decode(prompt)}\n\n{P} prompt tokens, {C - P} response tokens, blocks of {block_size}, phase {phase}")
+    print(f"{'clean':14} {'learns':14} noisy {'learns':14} sees")
+    blocks = []
+    for p in range(P - 1, C):
+        line = f"{name(rows['ids'][p]):14} {label(p):14} "
+        if p in mask_at:
+            m = mask_at[p]
+            sees = int(rows["visible"][0, m, P:C].sum())
+            blocks += [sees] if sees not in blocks else []
+            line += paint(f"M     {label(m):14} x<{sees}", SHADES[blocks.index(sees) % len(SHADES)])
+        print(line.rstrip())
 
 
-def summaries(reports: Iterable[dict], every: int, steps: int) -> Iterator[dict]:
-    """The reports of `train`, averaged over `every` steps and for the first by itself: what a log line holds."""
-    parts, start = [], time.perf_counter()
-    for report in reports:
-        parts.append(report)
-        if report["step"] % every and report["step"] not in (1, steps):
-            continue
-        nll, hits, count = (sum(part[name] for part in parts).tolist() for name in ("nll", "hits", "count"))
-        yield {
-            "step": report["step"],
-            "ar_loss": nll[0] / count[0],
-            "mask_loss": sum(nll[1:]) / sum(count[1:]) if sum(count[1:]) else None,
-            "mask_accuracy": [h / c for h, c in zip(hits[1:], count[1:]) if c],
-            "tokens_per_second": count[0] / (time.perf_counter() - start),  # of responses
-            "lr": report["lr"],
-            "grad_norm": float(report["grad_norm"]),
-        }
-        parts, start = [], time.perf_counter()
-
-
-def answer(model, tokenizer, question: str, threshold: float | None, args) -> dict:
-    """Print the answer to one question as it is decoded, a shade for each pass, and what it took. No threshold: lossless."""
+def answer(model, tokenizer, question: str, options: dict) -> dict:
+    """Print the answer to one question as it is decoded, a shade for each pass, and what it took."""
     prompt = chat_ids(tokenizer, [{"role": "user", "content": question}])
-    out, shown, start = Output(), "", time.perf_counter()
-    options = dict(lossless=threshold is None, metric=args.metric, temperature=args.temperature, seed=args.seed, block_size=args.block_size)
-    for _, tokens in stream(model, [prompt], args.max_new_tokens, threshold, **options):
-        out.tokens, out.steps = out.tokens + tokens, out.steps + [len(tokens)]
-        text = tokenizer.decode(out.tokens, skip_special_tokens=True).rstrip("\ufffd")  # half a character can wait
-        print(paint(text[len(shown) :], SHADES[len(out.steps) % len(SHADES)]), end="", flush=True)
+    tokens, steps, shown, start = [], [], "", time.perf_counter()
+    for _, new in stream(model, [prompt], **options):
+        tokens, steps = tokens + new, steps + [len(new)]
+        text = tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")  # half a character can wait
+        print(paint(text[len(shown) :], SHADES[len(steps) % len(SHADES)]), end="", flush=True)
         shown = text
-    seconds, n, passes = time.perf_counter() - start, len(out.tokens), len(out.steps)
+    seconds, n, passes = time.perf_counter() - start, len(tokens), len(steps)
     print(flush=True)
-    figures = f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s"
-    print(f"{figures} ({'lossless' if threshold is None else f'threshold {threshold}'})", file=sys.stderr)
-    out.stop = "eos" if out.tokens[-1] in end_tokens(model) else "length"
-    return {"prompt": question, "text": shown, "threshold": threshold, "seconds": seconds, **vars(out)}
+    rule = "lossless" if options["lossless"] else f"threshold {options['threshold']}"
+    print(f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s ({rule})",
+          file=sys.stderr)  # fmt: skip
+    stop = "eos" if tokens[-1] in end_tokens(model) else "length"
+    return {"prompt": question, "answer": shown, "tokens": tokens, "steps": steps, "stop": stop, "seconds": seconds}
 
 
 def generate_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
-    threshold = args.threshold
-    if threshold is not None and args.lossless:
-        raise MarsError("lossless decoding has no threshold: give one or the other")
-    if threshold is None and not args.lossless:  # a plain checkpoint is an AR model
-        threshold = METRICS[args.metric][trained_block_size(model) > 1]
+    names = ("max_new_tokens", "threshold", "lossless", "metric", "temperature", "seed", "block_size")
+    options = {name: getattr(args, name) for name in names}
+    if args.threshold is None and not args.lossless:  # a plain checkpoint is an AR model
+        options["threshold"] = METRICS[args.metric][trained_block_size(model) > 1]
+    stream(model, [], **options)  # raises for options out of range
     questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
     if "" in questions:
         raise MarsError("there is no question: give one as an argument, or pipe one in")
-    rows = [answer(model, tokenizer, question, threshold, args) for question in questions]
     if questions:
-        return write_results(args, model, rows)
-    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless commits what AR decoding would say, /quit leaves.")
-    while (line := read_line()) != "/quit":
+        return write_results(args, model, [answer(model, tokenizer, question, options) for question in questions])
+    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless verifies drafts, Ctrl-D leaves.")
+    while (line := read_line()) is not None:
         try:
-            if line.startswith("/threshold"):
-                value = float(line.removeprefix("/threshold"))
-                bounds_for(value, args.metric, trained_block_size(model))
-                threshold = value
-            elif line == "/lossless":
-                threshold = None
+            if line.startswith("/"):
+                threshold = None if line == "/lossless" else float(line.removeprefix("/threshold"))
+                changed = options | {"threshold": threshold, "lossless": threshold is None}
+                stream(model, [], **changed)
+                options = changed
             elif line:
-                answer(model, tokenizer, line, threshold, args)
+                answer(model, tokenizer, line, options)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
 
 
-def read_line() -> str:
+def read_line() -> str | None:
     try:
         return input("> ").strip()
     except EOFError:
-        print()
-        return "/quit"
+        return print()
 
 
-COLUMNS = {  # of a result table: title, format
-    "mode": ("mode", "<8"), "threshold": ("τ", "6"), "batch_size": ("batch", "5"), "tokens_per_forward": ("tokens/pass", "11.2f"),
-    "ms_per_forward": ("ms/pass", "8.2f"), "tokens_per_second": ("tokens/s", "9,.0f"), "speedup": ("speedup", "7.2f"),
-    "limit": ("limit", "5.2f"), "width": ("width", "5"), "break_even": ("tokens to break even", "20.2f"),
-    "step_ms": ("ms/step", "9.1f"), "peak_memory_mb": ("peak MB", "8,.0f"), "time_ratio": ("time ratio", "10.2f"),
-    "memory_ratio": ("memory ratio", "12.2f"), "accuracy": ("accuracy", "8.1%"), "standard_error": ("± SE", "6.1%"),
-    "policy": ("policy", "<9"), "load": ("load", "5.2f"), "rate": ("asked/s", "8.1f"), "throughput": ("done/s", "7.1f"),
-    "latency_p50": ("p50 s", "7.3f"), "latency_p95": ("p95 s", "7.3f"), "mean_threshold": ("mean τ", "7.3f"),
-}  # fmt: skip
+TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "tokens_per_forward": "tokens/pass",
+          "tokens_per_second": "tokens/s", "ms_per_forward": "ms/pass", "step_ms": "ms/step", "peak_memory_mb": "peak MB",
+          "latency_p50": "p50 s", "latency_p95": "p95 s", "mean_threshold": "mean τ"}  # fmt: skip
 
 
 def print_table(rows: Iterable[dict], names: str) -> list[dict]:
-    """Print a result table line by line as the rows come; returns them."""
-    columns, done = [(name, *COLUMNS[name]) for name in names.split()], []
-    widths = [max(len(title), int(re.match(r"<?(\d+)", spec)[1])) for _, title, spec in columns]
-    for row in itertools.chain([None], rows):  # the head, then the rows
-        cells = [title if row is None else "-" if row.get(name) is None else f"{row[name]:{spec}}" for name, title, spec in columns]
-        print("  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(cells, widths))), flush=True)
-        done += [row] if row else []
+    """Print these columns of the rows as they come; returns the rows."""
+
+    def cell(name: str, value) -> str:
+        if not isinstance(value, float):
+            return "-" if value is None else str(value)
+        if name in ("accuracy", "standard_error"):
+            return f"{value:.1%}"
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+
+    titles, done = [TITLES.get(name, name) for name in names.split()], []
+    line = lambda cells: print("  ".join(f"{c:>{max(8, len(t))}}" for c, t in zip(cells, titles)), flush=True)
+    line(titles)
+    for row in rows:
+        line([cell(name, row.get(name)) for name in names.split()])
+        done.append(row)
     return done
 
 
@@ -1596,26 +1558,26 @@ def write_results(args, model, rows: list[dict], **more) -> None:
 
 def bench_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
-    rows = load_rows(args.data, "train" if args.train else "test")
+    rows = load_rows(args.data, args.split or ("train" if args.train else "test"))
     rows = list(itertools.islice((row for row in rows if messages_of(row)), args.limit))
+    trained = trained_block_size(model)
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     if args.train:
-        mask_id, B = choose_mask_token(model, tokenizer, args.mask_token), max(4, trained_block_size(model))
+        mask_id = choose_mask_token(model, tokenizer, args.mask_token)
         examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
-        results = bench_train(model.float(), examples, B, mask_id, args.batch_sizes[0], args.repeats)
+        results = bench_train(model.float(), examples, max(4, trained), mask_id, args.batch_sizes[0], args.repeats)
         print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
-    else:
-        chats = [messages_of(row) for row in rows]
-        prompts = [chat_ids(tokenizer, chat[:-1] if chat[-1]["role"] == "assistant" else chat) for chat in chats]
-        lengths = sorted(map(len, prompts))
-        print(f"{len(prompts)} prompts of {lengths[0]}–{lengths[-1]} tokens, medians of --repeats {args.repeats}")
-        thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained_block_size(model) > 1 else []
-        lossless = args.lossless and bool(thresholds)
-        timings = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, lossless)
-        results = print_table(timings, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit")
-        lengths, same = results[0]["new_tokens"], min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
-        print(f"answers of {lengths[0]}–{lengths[-1]} tokens (at most {args.max_new_tokens}); AR{' and lossless' * lossless} output is "
-              f"Hugging Face's, token for token, on {same} of {len(prompts)} prompts")  # fmt: skip
+        return write_results(args, model, results)
+    if trained == 1 and (args.thresholds or args.lossless):
+        raise MarsError(f"{args.model} was not trained with masks: leave out --thresholds and --lossless")
+    prompts = [question_ids(tokenizer, row) for row in rows]
+    thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained > 1 else []
+    print(f"{len(prompts)} prompts, medians of --repeats {args.repeats}")
+    results = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric,
+                    args.lossless)  # fmt: skip
+    results = print_table(results, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit")
+    same = min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless", "lookup"))
+    print(f"AR and lossless output is Hugging Face's, token for token, on {same} of {len(prompts)} prompts")
     write_results(args, model, results)
 
 
@@ -1624,6 +1586,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def numbers(kind: Callable) -> Callable[[str], list]:
@@ -1644,32 +1617,35 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """Run the command that was asked for; what the user can put right is one line and exit status 2."""
+    """Run the command that was asked for; bad input is one line and exit status 2."""
+    for output in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # not a console's
+            output.reconfigure(errors="replace")  # some cannot show τ
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    args = parser.parse_args(argv)
+    args, rank = parser.parse_args(argv), os.environ.get("RANK", "0")
     with open(os.devnull, "w") as nowhere:
-        first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun has started one talks
         try:
-            with contextlib.nullcontext() if first else contextlib.redirect_stdout(nowhere):
+            with contextlib.nullcontext() if rank == "0" else contextlib.redirect_stdout(nowhere):
                 args.run(args)
         except (MarsError, OSError, torch.OutOfMemoryError) as error:
-            print("error: " + ("" if first else f"process {os.environ['RANK']}: ") + first_line(error), file=sys.stderr)
+            print(f"error: {first_line(error)}", file=sys.stderr)
             sys.exit(2)
         except KeyboardInterrupt as stopped:
-            if first and stopped.args:
+            if rank == "0":
                 print(stopped, file=sys.stderr)
             sys.exit(130)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options that every command on a trained checkpoint has."""
-    parser.add_argument("--model", default="runs/toy/mars", help="checkpoint folder or hub id (default %(default)s)")
-    parser.add_argument("--metric", choices=METRICS, default="probability", help="what the threshold bounds (default %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive, default=256, help="longest answer, in tokens (default %(default)s, as in the paper)")
-    parser.add_argument("--device", help="cpu, cuda, … (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, bfloat16 on CUDA")
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    """Options of every command that decodes."""
+    add = parser.add_argument
+    add("--model", default="runs/toy/mars", help="checkpoint folder or hub id (default %(default)s)")
+    add("--metric", choices=METRICS, default="probability", help="what the threshold bounds (default %(default)s)")
+    add("--max-new-tokens", type=positive, default=256, help="longest answer, in tokens (default %(default)s)")
+    add("--device", help="cpu, cuda, … (default: cuda where there is one)")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: float32 on a CPU, bfloat16 on CUDA")
+    add("--json", metavar="FILE", help="also write the results here")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -1680,29 +1656,27 @@ def main(argv: list[str] | None = None) -> None:
     t.set_defaults(run=train_command)
     add = t.add_argument
     add("--model", default="toy", help="toy, a checkpoint folder, or a hub id (default %(default)s)")
-    add("--data", help="toy, FILE.jsonl, a data set folder, or a hub id NAME[:CONFIG] (default: toy for the toy)")
-    add("--split", default="train", help="split of a data set on the hub (default %(default)s)")
-    add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other (default %(default)s)")
-    add("--out", help="where OUT/ar and OUT/mars go (default: runs/NAME)")
+    add("--data", help="toy, FILE.jsonl, a data set folder, or a hub id NAME[:CONFIG]")
+    add("--split", default="train", help="split of the data set (default %(default)s)")
+    add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other")
+    add("--out", help="where OUT/ar and OUT/mars go (default runs/NAME)")
     add("--block-size", type=int, default=4, help="B: a pass predicts B tokens (default %(default)s)")
-    add("--max-steps", type=positive, help="optimiser steps of each stage (default: 1100 and 800 for the toy, else by --epochs)")
-    add("--epochs", type=float, default=1, help="visits of the data (default %(default)s; the paper: 5)")
+    add("--max-steps", type=positive, help="optimiser steps of each stage (default: by --epochs, or the toy's own)")
+    add("--epochs", type=above_zero, default=1.0, help="visits of the data (default %(default)s; the paper: 5)")
     add("--batch-size", type=positive, help="examples in a forward pass of each process (default: 32 for the toy, else 4)")
     add("--accumulate", type=positive, default=1, help="forward passes in an optimiser step (default %(default)s)")
-    add("--max-length", type=positive, default=512, help="prompt and response, in tokens; more is cut (default %(default)s, as in the paper)")
-    add("--lr", type=float, help="peak learning rate (default: 5e-3 for the toy, else 1e-4, for short runs; the paper: 5e-6)")
-    add("--ar-weight", type=float, default=1.0, help="weight of the AR loss in stage mars; 0 is the paper's ablation (default %(default)s)")
+    add("--max-length", type=positive, default=512, help="prompt and response, in tokens; more is cut (default %(default)s)")
+    add("--lr", type=above_zero, help="peak learning rate (default: 5e-3 for the toy, else 1e-4; the paper: 5e-6)")
+    add("--ar-weight", type=float, default=1.0, help="of the AR loss in stage mars; 0 is the paper's ablation")
     add("--mask-token", help="name of the token that serves as the mask (default: the model's own, or a spare one)")
-    add("--fixed-phase", action="store_true", help="count blocks from the first response token always, as in the paper's text")
-    add("--full-block", action="store_true", help="train all B masks of a block, as the paper does; the decoder reads B-1")
+    add("--fixed-phase", action="store_true", help="count blocks from the first response token, as in the paper")
+    add("--full-block", action="store_true", help="train all B masks of a block, as in the paper; the decoder reads B-1")
     add("--seed", type=int, default=0, help="of data, weights, order and phases (default %(default)s)")
-    add("--report-every", type=positive, default=50, help="optimiser steps between reports (default %(default)s)")
-    add("--save-every", type=positive, default=100, help="optimiser steps between checkpoints OUT/STAGE-N (default %(default)s)")
-    add("--keep", type=positive, default=1, help="how many checkpoints to keep (default %(default)s)")
-    add("--resume", action="store_true", help="go on with a run that was interrupted, exactly as if it had not been")
-    add("--shard", action="store_true", help="under torchrun: share weights, gradients and optimiser state among processes (FSDP)")
-    add("--gradient-checkpointing", action="store_true", help="keep no activations inside layers: less memory, about a third more time")
-    add("--show-examples", type=int, default=0, metavar="N", help="first print N examples as they are trained")
+    add("--save-every", type=positive, default=100, help="optimiser steps between checkpoints (default %(default)s)")
+    add("--resume", action="store_true", help="continue an interrupted run, exactly as if it had not been")
+    add("--shard", action="store_true", help="under torchrun: share weights and optimiser state among processes (FSDP2)")
+    add("--gradient-checkpointing", action="store_true", help="less memory, about a third more time")
+    add("--show-examples", type=positive, default=0, metavar="N", help="first print N examples as they are trained")
     add("--device", help="cpu, cuda, … (default: cuda where there is one)")
 
     g = commands.add_parser("generate", help="answer questions, several tokens per pass")
@@ -1710,7 +1684,7 @@ def main(argv: list[str] | None = None) -> None:
     add = g.add_argument
     add("prompt", nargs="*", help="questions; without one, a chat on a terminal, or what is piped in")
     add("--threshold", type=float, help="commit a mask's prediction from this confidence on; 1 is AR (default 0.95)")
-    add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is that of AR decoding")
+    add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is that of AR")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
     add("--block-size", type=int, help="decode with smaller blocks than were trained")
     add("--seed", type=int, default=0, help="of the sampling (default %(default)s)")
@@ -1722,7 +1696,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--batch-sizes", type=numbers(positive), default="1,8", help="comma-separated (default %(default)s)")
     add("--thresholds", type=numbers(float), help="comma-separated (default 1.0,0.95,0.9,0.8, for probability)")
     add("--lossless", action="store_true", help="also time lossless decoding")
-    add("--data", default="toy", help="whose questions: toy, FILE.jsonl, or a hub id NAME[:CONFIG] (default %(default)s)")
+    add("--data", default="toy", help="whose questions: as in train (default %(default)s)")
+    add("--split", help="split of the data set (default: test, with --train train)")
     add("--limit", type=positive, default=32, help="number of prompts (default %(default)s)")
     add("--repeats", type=positive, default=5, help="timed runs of each mode (default %(default)s)")
     add("--train", action="store_true", help="time optimiser steps of AR and MARS training instead")
