@@ -989,38 +989,103 @@ PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
 
 
 def messages_of(row: dict) -> list[dict] | None:
-    """The chat in a row of data: `messages`, or `question`/`answer`, or `prompt`/`completion`; None if it has none."""
-    if isinstance(row.get("messages"), list) and all(isinstance(message, dict) for message in row["messages"]):
-        return row["messages"]
+    """The chat in a row of data, as a template takes it, or None.
+
+    It is in `messages`, in `question` and `answer`, or in `prompt` and `completion`, each a text or
+    a list of messages. Parts of text are joined; with other parts, content stays a list.
+    """
+    chat = row.get("messages")
     for ask, reply in (("question", "answer"), ("prompt", "completion")):
-        if isinstance(row.get(ask), str) and isinstance(row.get(reply), str):
-            return [{"role": "user", "content": row[ask]}, {"role": "assistant", "content": row[reply]}]
-    return None
+        if chat is None and row.get(ask) is not None and row.get(reply) is not None:
+            sides = (("user", row[ask]), ("assistant", row[reply]))
+            chat = []
+            for role, side in sides:
+                chat += side if isinstance(side, list) else [{"role": role, "content": side}]
+    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+        return None
+    chat = without_padding(chat)
+    for message in chat:
+        parts = message.get("content")
+        if isinstance(parts, (int, float)):  # "answer": 18
+            message["content"] = str(parts)
+        if isinstance(parts, list) and all(kind_of(part) == "text" for part in parts):
+            message["content"] = "".join(part.get("text", "") for part in parts)
+    return chat
+
+
+def kind_of(part) -> str:
+    """What a part of a message's content is: "text", "image", …"""
+    return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+
+
+def without_padding(value):
+    """`value` without the nulls with which Parquet pads dicts; a null in a list is a value.
+
+    Also parses tool-call `arguments` that are JSON text, in which a null is a value, too.
+    """
+    if isinstance(value, list):
+        return [without_padding(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: without_padding(item) for name, item in value.items() if item is not None}
+    if isinstance(kept.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            kept["arguments"] = json.loads(kept["arguments"] or "{}")
+    return kept
 
 
 def read_rows(data: str, split: str) -> Sequence[dict]:
-    """Rows of a local file (.jsonl or .jsonl.gz), or of a data set: a local folder, or NAME or NAME:CONFIG on the hub."""
-    path, rows = Path(data), []
-    if path.suffix in (".json", ".jsonl", ".gz") or path.is_file():
-        if not path.is_file():
-            raise MarsError(f"there is no data file {data}")
-        try:
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", errors="replace") as lines:
-                for number, line in enumerate(lines, 1):
-                    rows += [dict(json.loads(line))] if line.strip() else []
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise MarsError(f"cannot unpack {data}: {first_line(error)}") from None
-        except (ValueError, TypeError):
-            raise MarsError(f"{data}, line {number} is not a JSON object: write one on every line") from None
+    """Rows of a JSON file, of a folder, or of a data set NAME or NAME:CONFIG on the hub.
+
+    A folder holds Parquet, or what `save_to_disk` of a data set wrote. Raises MarsError if there
+    are no rows.
+    """
+    path = Path(data)
+    if path.suffix in (".json", ".jsonl", ".gz") or path.is_file() and path.suffix != ".parquet":
+        rows = read_json(path)
     else:
-        from datasets import load_dataset
+        from datasets import load_dataset, load_from_disk
 
         try:
-            rows = load_dataset(*data.split(":"), split=split)  # stays on disk: rows are read as they are asked for
-        except Exception as error:  # whatever the hub, the network or the data set's own files have to say
-            raise MarsError(f"cannot load the data set {data}: {first_line(error.__cause__ or error)}") from None
-    if not rows:
+            if (path / "dataset_dict.json").exists():
+                rows = load_from_disk(path / split)
+            elif (path / "state.json").exists():
+                rows = load_from_disk(path)
+            elif path.is_file():
+                rows = load_dataset("parquet", data_files=data, split="train")
+            else:
+                rows = load_dataset(*data.split(":"), split=split)
+        except Exception as error:  # from the hub, the network or the files of the data set
+            reason = first_line(error.__cause__ or error)
+            raise MarsError(f"cannot load the data set {data}: {reason}") from None
+    if not len(rows):
         raise MarsError(f"{data} is empty")
+    return rows
+
+
+def read_json(path: Path) -> list[dict]:
+    """Rows of a file with a JSON object on every line, or with one array of them; .gz is unpacked.
+
+    `datasets` would fail on half a surrogate pair, and read the text "9" as a number where a column
+    holds lists, too.
+    """
+    if not path.is_file():
+        raise MarsError(f"there is no data file {path}")
+    rows, number = [], 1
+    try:
+        unpack = gzip.open if path.suffix == ".gz" else open
+        with unpack(path, "rt", encoding="utf-8-sig", errors="replace") as file:
+            is_array = file.readline().lstrip().startswith("[")
+            file.seek(0)
+            for number, text in enumerate([file.read()] if is_array else file, 1):
+                found = json.loads(text.rstrip()) if text.strip() else []
+                rows += map(dict, found if is_array else [found] if found else [])
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise MarsError(f"cannot unpack {path}: {first_line(error)}") from None
+    except (ValueError, TypeError) as error:
+        number += getattr(error, "lineno", 1) - 1  # within an array
+        advice = "write one on every line, or an array of them"
+        raise MarsError(f"{path}, line {number} is not a JSON object: {advice}") from None
     return rows
 
 
@@ -1028,10 +1093,39 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids of a conversation up to the point where the assistant is to answer."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False).input_ids  # subtle: the template writes BOS itself, if it wants one
+def render(tokenizer, messages: list[dict], tools=None, **options) -> str:
+    """The text of a chat as the template writes it; `tools` may be JSON text.
+
+    Raises MarsError for what the template refuses and for what it would get wrong.
+    """
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, (list, dict)):
+            kinds = ", ".join(kind_of(part) for part in content)
+            raise MarsError(f"content that is not text alone ({kinds})")
+    written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    if '"arguments": "' in written:
+        raise MarsError("tool-call arguments that are not JSON")
+    control = control_tokens(tokenizer, len(tokenizer)).search(written)
+    if control:
+        raise MarsError(f"the control token {control[0]} is written out")
+    try:
+        tools = json.loads(tools) if tools and isinstance(tools, str) else tools
+        text = tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
+    except Exception as error:  # some templates refuse system turns, or two questions in a row
+        raise MarsError(f"refused by the chat template ({first_line(error)})") from None
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a surrogate pair is not a character
+
+
+@functools.lru_cache(8)
+def control_tokens(tokenizer, size: int) -> re.Pattern:
+    """What no message may spell out: special tokens and the end of a turn, as a pattern.
+
+    `size` is len(tokenizer), which tells when a mask token has been added.
+    """
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names.add(tokenizer.convert_ids_to_tokens(closing_token(tokenizer)))
+    return re.compile("|".join(re.escape(name) for name in names if name.strip()))
 
 
 def question_ids(tokenizer, row: dict) -> list[int]:
@@ -1042,60 +1136,67 @@ def question_ids(tokenizer, row: dict) -> list[int]:
 
 @functools.cache
 def closing_token(tokenizer) -> int:
-    """The token with which the chat template ends an assistant's turn, else the tokenizer's end token."""
+    """The token that ends an assistant's turn in the chat template, else the end token."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
     tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("@@")[2]
-    specials = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    return next((t for t in tokenizer(tail, add_special_tokens=False).input_ids if t in specials), tokenizer.eos_token_id)
+    added = [token for token in ids_of(tokenizer, tail) if token in tokenizer.added_tokens_decoder]
+    if not added and tokenizer.eos_token_id is None:
+        raise MarsError("the tokenizer has no end token, and its chat template writes none")
+    return added[0] if added else tokenizer.eos_token_id
 
 
-class Unusable(Exception):
-    """Why there is nothing to learn from an assistant's turn."""
+def ids_of(tokenizer, text: str) -> list[int]:
+    # subtle: the template writes the beginning-of-text token itself, if it wants one
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def encode(tokenizer, row: dict, max_length: int = 512) -> tuple[list[tuple[list[int], list[int]]], list[str]]:
-    """One row of data as examples (prompt ids, response ids), one for every assistant turn, through its end token.
+def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """The token ids of a chat up to where the assistant is to answer; MarsError as in `render`."""
+    return ids_of(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
 
-    Also returns what is wrong with turns that cannot be trained on: they are empty, say, or their prompt fills `max_length`.
+
+def encode(tokenizer, row: dict, max_length: int = 512):
+    """([(prompt ids, response ids), …], [why a turn is unusable, …]) of a row of data.
+
+    There is an example for every assistant turn, cut at `max_length` tokens. A response that is not
+    cut ends with its end token.
     """
-    messages = [{name: value for name, value in m.items() if value is not None} for m in messages_of(row) or []]
-    turns, examples, problems = [i for i, m in enumerate(messages) if m.get("role") == "assistant"], [], []
-    for i in turns:
-        try:
-            prompt, response = encode_turn(tokenizer, messages[: i + 1], row.get("tools"))
-            if not prompt:
-                raise Unusable("nothing comes before the response")
-            if len(prompt) >= max_length:
-                raise Unusable(f"prompt of {max_length} tokens or more")
-            examples.append((prompt, response[: max_length - len(prompt)]))  # subtle: a response that was cut has no end token
-        except Unusable as problem:
-            problems.append(str(problem))
-    return examples, problems if turns else ["no assistant turn"]
+    examples, problems, messages = [], [], messages_of(row) or []
+    for i, message in enumerate(messages):
+        if message.get("role") == "assistant":
+            try:
+                tools = without_padding(row.get("tools"))
+                prompt, response = encode_turn(tokenizer, messages[: i + 1], tools)
+                if len(prompt) >= max_length:
+                    raise MarsError(f"prompt of {max_length} tokens or more")
+                examples.append((prompt, response[: max_length - len(prompt)]))
+            except Exception as error:  # from the template or the tokenizer
+                problems.append(first_line(error))
+    if not examples and not problems:
+        problems.append("no assistant turn")
+    return examples, problems
 
 
-def encode_turn(tokenizer, messages: list[dict], tools: list[dict] | str | None) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a chat that ends with an assistant's turn; `tools` may be JSON text.
+def encode_turn(tokenizer, messages: list[dict], tools) -> tuple[list[int], list[int]]:
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn.
 
-    Few templates mark what the assistant generates: we render the chat with and without its last turn.
+    Few templates mark what the assistant generates: the chat is rendered with it and without it.
     """
     if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
-        raise Unusable("empty response")
-    try:
-        tools = (json.loads(tools) if isinstance(tools, str) else tools) or None
-        start = tokenizer.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
-        full = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-    except Exception as error:  # some templates refuse system turns, say, or two questions in a row
-        raise Unusable(f"refused by the chat template ({first_line(error)})") from None
+        raise MarsError("empty response")
+    start = render(tokenizer, messages[:-1], tools, add_generation_prompt=True)
+    full = render(tokenizer, messages, tools)
     if not full.startswith(start):
-        raise Unusable("the chat template writes a question differently once it is answered")
-    prompt, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in (start, full))
-    if whole[: len(prompt)] == prompt:
-        response = whole[len(prompt) :]
-    else:  # a token reaches over the border, but the decoder will begin at the border
-        response = tokenizer(full[len(start) :], add_special_tokens=False).input_ids
-    end = closing_token(tokenizer)
-    # What the template writes after the end token (often a newline) is never generated, so it is not learnt.
-    return prompt, response[: len(response) - response[::-1].index(end)] if end in response else [*response, end]
+        raise MarsError("the chat template writes a question differently once it is answered")
+    prompt, whole, end = ids_of(tokenizer, start), ids_of(tokenizer, full), closing_token(tokenizer)
+    if not prompt:
+        raise MarsError("nothing comes before the response")
+    response = whole[len(prompt) :]
+    if whole[: len(prompt)] != prompt:  # a token reaches over the border, where decoding begins
+        response = ids_of(tokenizer, full[len(start) :])
+    # What the template writes after the end token (often a newline) is never generated.
+    response = until_end(response, {end})
+    return prompt, response if response[-1:] == [end] else [*response, end]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -835,71 +835,125 @@ def test_toy_problems_are_disjoint_and_solvable():
 
 
 def test_the_response_is_found_and_ends_with_its_end_token():
-    """Prompt and response are what the decoder reads and writes; a response that was cut has no end token."""
+    """Prompt and response are what the decoder reads and writes; what was cut has no end token."""
     _, tokenizer = mars.toy_model()
     row = {"question": "Ann has 9 figs.", "answer": "#### 9"}
     ((prompt, response),), _ = mars.encode(tokenizer, row)
     assert tokenizer.decode(prompt) == "User:\nAnn has 9 figs.<|end|>\nAssistant:\n"
     assert tokenizer.decode(response) == "#### 9<|end|>"
-    assert prompt == mars.chat_ids(tokenizer, mars.messages_of(row)[:1]) and mars.closing_token(tokenizer) == tokenizer.eos_token_id
+    assert prompt == mars.chat_ids(tokenizer, mars.messages_of(row)[:1])
+    assert mars.closing_token(tokenizer) == tokenizer.eos_token_id
     assert mars.encode(tokenizer, row, len(prompt) + 2) == ([(prompt, response[:2])], [])
-    assert mars.encode(tokenizer, {"prompt": "Ann has 9 figs.", "completion": "#### 9"}) == ([(prompt, response)], [])
-    chat = [{"role": "user", "content": "Ann has 9 figs."}, {"role": "assistant", "content": "#### 9"}]
-    assert mars.encode(tokenizer, {"messages": chat + [{"role": "user", "content": "?"}]}) == ([(prompt, response)], [])
+
+
+def chat_with(user="How many figs?", **turn):
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", **turn}]}
+
+
+def test_every_form_of_a_chat_is_the_same_chat():
+    """Columns may have several names, and content may be in parts."""
+    _, tokenizer = mars.toy_model()
+    parts = [{"type": "text", "text": text, "image_url": None} for text in ("How many ", "figs?")]
+    ask, reply = chat_with(content="9")["messages"]
+    expected = mars.encode(tokenizer, {"question": "How many figs?", "answer": "9"})
+    assert len(expected[0]) == 1 and not expected[1]
+    for row in (
+        {"prompt": "How many figs?", "completion": "9"},
+        {"prompt": [ask], "completion": [reply]},
+        {"prompt": [ask], "completion": "9", "messages": None},
+        {"question": "How many figs?", "answer": 9},
+        {"messages": [ask, reply, ask], "prompt": "a", "completion": "b"},
+        {"messages": [{"role": "user", "content": parts}, reply | {"tool_calls": None}]},
+    ):
+        assert mars.encode(tokenizer, row) == expected, row
 
 
 CHAT = [
-    {"role": "system", "content": "Count.", "name": None}, {"role": "user", "content": "How many figs?"}, {"role": "assistant", "content": "9 figs."},
-    {"role": "user", "content": "Look again."}, {"role": "assistant", "tool_calls": [{"function": {"name": "count", "arguments": {"of": "figs"}}}]},
-    {"role": "tool", "content": "8"}, {"role": "assistant", "content": "8 figs."},
-]  # fmt: skip
+    {"role": "system", "content": "Count.", "name": None},
+    {"role": "user", "content": "How many figs?"},
+    {"role": "assistant", "content": "9 figs."},
+    {"role": "user", "content": "Look again."},
+    {
+        "role": "assistant",
+        "tool_calls": [{"function": {"name": "count", "arguments": {"of": "figs"}}}],
+    },
+    {"role": "tool", "content": "8"},
+    {"role": "assistant", "content": "8 figs."},
+]
 TEMPLATES = {  # the ways of well-known ones
-    "chatml": "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}{% if messages[0].role != 'system' %}<s>system\nHelp.</s>\n{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}</s>\n{% endfor %}"
+    "chatml": "{% if tools %}<s>tools\n{{ tools | tojson }}</s>\n{% endif %}"
+    "{% if messages[0].role != 'system' %}<s>system\nHelp.</s>\n{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls %}"
+    "[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}",
-    "bos": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
-    "strict": "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% for m in messages %}[{{ m.role }}]"
-    "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
-    "thinking": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}[assistant]<think>{% endif %}",
+    "bos": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+    "strict": "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "thinking": "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>{% endif %}",
 }
 
 
 def tokenizer_with(template, bos=None):
     _, tokenizer = mars.toy_model()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>"]} | ({"bos_token": bos} if bos else {}))
+    names = {"additional_special_tokens": ["</s>"]} | ({"bos_token": bos} if bos else {})
+    tokenizer.add_special_tokens(names)
     if bos:  # it adds one by itself, as Llama's and Gemma's do
         single = [(bos, tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=single)
+        adder = TemplateProcessing(f"{bos} $A", special_tokens=single)
+        tokenizer.backend_tokenizer.post_processor = adder
         assert tokenizer("a").input_ids[0] == tokenizer.bos_token_id
     tokenizer.chat_template = TEMPLATES.get(template, template)
     return tokenizer
 
 
 def test_every_turn_of_a_chat_is_learnt():
-    """System turns, several turns, tools: each assistant turn is an example, with all that came before as its prompt."""
+    """Each assistant turn is an example, with all that came before as its prompt."""
     tokenizer = tokenizer_with("chatml")
     found, problems = mars.encode(tokenizer, {"messages": CHAT})
-    assert [tokenizer.decode(response) for _, response in found] == ["9 figs.</s>", '[count {"of": "figs"}]</s>', "8 figs.</s>"] and not problems
-    assert tokenizer.decode(found[1][0]).startswith("<s>system\nCount.</s>\n<s>user\nHow many figs?</s>\n<s>assistant\n9 figs.</s>\n<s>user\nLook")
+    responses = [tokenizer.decode(response) for _, response in found]
+    assert responses == ["9 figs.</s>", '[count {"of": "figs"}]</s>', "8 figs.</s>"]
+    assert not problems
+    assert tokenizer.decode(found[1][0]).startswith("<s>system\nCount.</s>\n<s>user\nHow many figs?")
     assert tokenizer.decode(found[2][0]).endswith("<s>tool\n8</s>\n<s>assistant\n")
-    assert [prompt for prompt, _ in found] == [mars.chat_ids(tokenizer, CHAT[:n]) for n in (2, 4, 6)]
+    assert [mars.chat_ids(tokenizer, CHAT[:n]) for n in (2, 4, 6)] == [prompt for prompt, _ in found]
     ((prompt, _),), _ = mars.encode(tokenizer, {"messages": CHAT[1:3]})
     assert tokenizer.decode(prompt).startswith("<s>system\nHelp.</s>")  # the template's own
-    tools = [{"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": {}}}]
-    for given in (tools, json.dumps(tools)):
-        ((prompt, response),), _ = mars.encode(tokenizer, {"messages": CHAT[:3], "tools": given})
-        assert tokenizer.decode(prompt).startswith('<s>tools\n[{"type": "function"') and tokenizer.decode(response) == "9 figs.</s>"
     fits = len(found[1][0])
     some, problems = mars.encode(tokenizer, {"messages": CHAT}, fits)
     assert some == found[:1] and problems == [f"prompt of {fits} tokens or more"] * 2
 
 
+@pytest.mark.parametrize("arguments, learnt", [
+    ({"of": "figs"}, '{"of": "figs"}'), ('{"of": "figs"}', '{"of": "figs"}'), ("", "{}"),
+    ({"of": "figs", "city": None, "at": {"x": None}}, '{"of": "figs", "at": {}}'),  # Parquet
+    ({"of": [1, None]}, '{"of": [1, null]}'), ('{"of": null}', '{"of": null}'),  # real nulls
+])  # fmt: skip
+def test_tool_calls_are_learnt_as_they_are_called(arguments, learnt):
+    """Arguments may be JSON text, and nulls that pad a dict are left out; `tools` likewise."""
+    tokenizer = tokenizer_with("chatml")
+    call = {"function": {"name": "count", "arguments": arguments}, "id": None}
+    tools = [{"type": "function", "function": {"name": "count", "parameters": {"of": {}}}}]
+    padded = [tools[0] | {"strict": None}]
+    written = []
+    for given in (tools, padded, json.dumps(tools)):
+        row = {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [call]}], "tools": given}
+        ((prompt, response),), _ = mars.encode(tokenizer, row)
+        assert tokenizer.decode(response) == f"[count {learnt}]</s>"
+        written.append(tokenizer.decode(prompt))
+    assert written == [written[0]] * 3 and written[0].startswith('<s>tools\n[{"type": "function"')
+
+
 def test_a_beginning_of_text_is_written_once():
-    """Where the tokenizer adds a BOS token by itself, the template's is the only one, in training and in decoding."""
+    """Where the tokenizer adds a BOS token by itself, the template's is the only one."""
     tokenizer = tokenizer_with("bos", "<s>")
     ((prompt, response),), _ = mars.encode(tokenizer, {"messages": CHAT[1:3]})
-    assert prompt.count(tokenizer.bos_token_id) == 1 and prompt[0] == tokenizer.bos_token_id not in response
-    assert tokenizer.decode(prompt + response) == "<s>[Q] How many figs? [/Q] 9 figs.</s>" and mars.chat_ids(tokenizer, CHAT[1:2]) == prompt
+    assert prompt.count(tokenizer.bos_token_id) == 1
+    assert prompt[0] == tokenizer.bos_token_id not in response
+    assert tokenizer.decode(prompt + response) == "<s>[Q] How many figs? [/Q] 9 figs.</s>"
+    assert mars.chat_ids(tokenizer, CHAT[1:2]) == prompt
 
 
 def test_a_plain_template_writes_the_beginning_of_text_that_the_tokenizer_adds(tmp_path, capsys):
@@ -912,38 +966,127 @@ def test_a_plain_template_writes_the_beginning_of_text_that_the_tokenizer_adds(t
         (tmp_path / "chat_template.jinja").unlink()
         _, loaded = mars.load(str(tmp_path), "cpu")
         assert "plain" in capsys.readouterr().err
-        assert loaded.decode(mars.chat_ids(loaded, CHAT[1:2])) == (bos or "") + "User:\nHow many figs?<|end|>\nAssistant:\n"
+        text = loaded.decode(mars.chat_ids(loaded, CHAT[1:2]))
+        assert text == (bos or "") + "User:\nHow many figs?<|end|>\nAssistant:\n"
+
+
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "b"}}]
+BROKEN_CALL = [{"function": {"name": "count", "arguments": '{"of": "figs'}}]
 
 
 @pytest.mark.parametrize("template, row, problem", [
-    ("chatml", {"messages": CHAT[:2]}, "no assistant turn"), ("chatml", {"messages": []}, "no assistant turn"), ("chatml", {"text": "a"}, "no assistant turn"),
-    ("chatml", {"question": "a", "answer": " "}, "empty response"), ("chatml", {"messages": [CHAT[1], {"role": "assistant", "content": None}]}, "empty response"),
-    ("strict", {"messages": CHAT[:3]}, "refused by the chat template (no system role)"), ("chatml", {"messages": CHAT[2:3]}, "refused by"),
-    ("thinking", {"messages": CHAT[1:3]}, "the chat template writes a question differently once it is answered"),
-    ("chatml", {"question": "fig " * 99, "answer": "a"}, "prompt of 99 tokens or more"), ("chatml", {"messages": ["Hi"]}, "no assistant turn"),
-    ("chatml", {"messages": CHAT[1:3], "tools": "[{"}, "refused by the chat template (Expecting"),
+    ("chatml", {"messages": CHAT[:2]}, "no assistant turn"),
+    ("chatml", {"messages": []}, "no assistant turn"),
+    ("chatml", {"messages": ["Hi"]}, "no assistant turn"),
+    ("chatml", {"text": "a"}, "no assistant turn"),
+    ("chatml", {"question": "a", "answer": " "}, "empty response"),
+    ("chatml", chat_with(content=None), "empty response"),
+    ("chatml", chat_with(content=[]), "empty response"),
+    ("chatml", chat_with(IMAGE, content="a"), "content that is not text alone (text, image_url)"),
+    ("chatml", chat_with(content={"a": "b"}), "content that is not text alone"),
+    ("chatml", chat_with("<|mask|>", content="a"), "the control token <|mask|> is written out"),
+    ("chatml", chat_with(content="a <|end|>."), "the control token <|end|> is written out"),
+    ("chatml", chat_with(content="a</s>"), "the control token </s> is written out"),
+    ("chatml", chat_with("a</s>" * 99, content="a"), "the control token </s> is written out"),
+    ("chatml", chat_with(tool_calls=BROKEN_CALL), "tool-call arguments that are not JSON"),
+    ("strict", {"messages": CHAT[:3]}, "refused by the chat template (no system role)"),
+    ("chatml", {"messages": CHAT[2:3]}, "refused by"),
+    ("thinking", {"messages": CHAT[1:3]}, "the chat template writes a question differently once"),
+    ("chatml", {"question": "fig " * 99, "answer": "a"}, "prompt of 99 tokens or more"),
+    ("chatml", chat_with(content="a") | {"tools": "[{"}, "refused by the chat template (Expecting"),
 ])  # fmt: skip
 def test_what_cannot_be_learnt_is_counted_and_said(template, row, problem, capsys):
     """A row that cannot be used is not fatal, only a data set of nothing else."""
     tokenizer = tokenizer_with(template)
     found, (said,) = mars.encode(tokenizer, row, 99)
     assert not found and said.startswith(problem)
-    good = [{"role": "user", "content": "How many figs?"}, {"role": "assistant", "content": "<think>so</think>9"}]
-    examples = mars.tokenize(tokenizer, [row, {"messages": good}], 99)
-    assert len(examples) == 1 and f"1 examples, 1 unusable rows\n  1 × {problem}" in capsys.readouterr().out
+    good = chat_with(content="<think>so</think>9")
+    examples = mars.tokenize(tokenizer, [row, good], 99)
+    assert len(examples) == 1
+    assert f"1 examples, 1 unusable rows\n  1 × {problem}" in capsys.readouterr().out
     with pytest.raises(mars.MarsError, match="nothing to train on in 1 rows: 1 × "):
         mars.tokenize(tokenizer, [row], 99)
 
 
+def test_a_question_is_answered_or_refused_in_one_line():
+    """Half a surrogate pair is replaced, also on the command line; no control token passes."""
+    _, tokenizer = mars.toy_model()
+    expected = mars.chat_ids(tokenizer, [{"role": "user", "content": "caf\ufffd"}])
+    assert mars.chat_ids(tokenizer, [{"role": "user", "content": "caf\udce9"}]) == expected
+    ((prompt, response),), _ = mars.encode(tokenizer, {"question": "caf\ud83d", "answer": "\ud83d"})
+    assert prompt == expected and tokenizer.decode(response) == "\ufffd<|end|>"
+    for text in ("What is <|mask|>?", "<|end|>", IMAGE):
+        with pytest.raises(mars.MarsError, match="control token|not text"):
+            mars.chat_ids(tokenizer, [{"role": "user", "content": text}])
+
+
+def test_an_end_token_that_is_not_marked_special_is_no_text(monkeypatch):
+    """What ends a turn may not be written out, and what merely is an added token may."""
+    tokenizer = tokenizer_with(TEMPLATES["strict"].replace("</s>", "<|stop|>"))
+    tokenizer.add_tokens(["<|stop|>", "<think>"])
+    ((_, response),), _ = mars.encode(tokenizer, chat_with(content="<think>9"))
+    assert tokenizer.convert_ids_to_tokens(response) == ["<think>", "9", "<|stop|>"]
+    assert "<|stop|> is written out" in mars.encode(tokenizer, chat_with(content="a<|stop|>"))[1][0]
+    monkeypatch.setattr(mars, "ids_of", lambda *_: 1 / 0)  # whatever a tokenizer raises
+    assert mars.encode(tokenizer, chat_with(content="a")) == ([], ["division by zero"])
+
+
+def test_rows_are_read_from_files_of_every_kind(tmp_path, monkeypatch):
+    """JSON by line or as an array, gzipped or not; data sets as Parquet, saved, or on the hub."""
+    rows = [{"question": "a", "answer": "9"}, {"question": "b\ud83d", "answer": "c"}]
+    lines = "\n".join(map(json.dumps, rows)) + "\n\n"
+    (tmp_path / "lines.jsonl").write_text(lines)
+    (tmp_path / "marked.jsonl").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "array.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
+    (tmp_path / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name in ("lines.jsonl", "marked.jsonl", "array.json", "lines.jsonl.gz"):
+        assert mars.read_rows(str(tmp_path / name), "train") == rows, name
+    rows = rows[:1] * 3
+    data = datasets.Dataset.from_list(rows)
+    splits = datasets.DatasetDict(train=data, test=data.select([0]))
+    data.to_parquet(tmp_path / "file.parquet")
+    data.save_to_disk(tmp_path / "one")
+    splits.save_to_disk(tmp_path / "saved")
+    (tmp_path / "folder/data").mkdir(parents=True)
+    for split, part in splits.items():
+        part.to_parquet(tmp_path / "folder/data" / f"{split}.parquet")
+    for name, n in (("file.parquet", 3), ("one", 3), ("saved", 1), ("folder", 1)):
+        assert list(mars.read_rows(str(tmp_path / name), "test")) == rows[:n], name
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **o: asked.append((a, o)) or data)
+    assert list(mars.read_rows("openai/gsm8k:main", "test")) == rows
+    mars.read_rows("openai/openai_humaneval", "train")
+    assert asked[0] == (("openai/gsm8k", "main"), {"split": "test"})
+    assert asked[1] == (("openai/openai_humaneval",), {"split": "train"})
+
+
+@pytest.mark.parametrize("name, text, problem", [
+    ("a.jsonl", '{"a": 1}\n{"a', "a.jsonl, line 2 is not a JSON object"),
+    ("a.jsonl", "[1]\n", "line 1 is not"), ("a.jsonl", '{"a": 1}\n9', "line 2 is not"),
+    ("a.json", '[{"a": 1},\n{"a" 1}]', "line 2 is not"), ("a.json", '{\n"a": 1}', "line 1 is not"),
+    ("a.json", "[]", "is empty"), ("a.jsonl", "\n", "is empty"),
+    ("a.jsonl.gz", "{}", "cannot unpack"), ("b.jsonl", "", "no data file"),
+    ("b", "", "cannot load"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_named_with_its_line(name, text, problem, tmp_path):
+    """What cannot be read is said in one line."""
+    if not name.startswith("b"):
+        (tmp_path / name).write_text(text)
+    with pytest.raises(mars.MarsError, match=problem):
+        mars.read_rows(str(tmp_path / name), "train")
+
+
 def test_a_data_set_on_disk_and_its_splits(tmp_path, checkpoint, capsys):
-    """A data set of the hub's kind is read by name and --split, here from a folder; a tools column may be text."""
+    """A data set of the hub's kind is read by name and --split; a tools column may be text."""
     (tmp_path / "data").mkdir()
-    for split in ("train", "test"):
-        rows = [{"messages": CHAT[1:3], "tools": None}, {"messages": CHAT[:2], "tools": "[]"}] * (1 + (split == "test"))
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    for split, examples in (("train", 1), ("test", 2)):
-        mars.main(f"train --model {checkpoint} --data {tmp_path}/data --split {split} --max-steps 1 --out {tmp_path}/{split}".split())
-        assert f"{examples} examples, {examples} unusable rows\n  {examples} × no assistant turn" in capsys.readouterr().out
+    rows = [{"messages": CHAT[1:3], "tools": None}, {"messages": CHAT[:2], "tools": "[]"}]
+    command = f"train --model {checkpoint} --data {tmp_path}/data --max-steps 1"
+    for split, n in (("train", 1), ("test", 2)):
+        datasets.Dataset.from_list(rows * n).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    for split, n in (("train", 1), ("test", 2)):
+        mars.main(f"{command} --split {split} --out {tmp_path}/{split}".split())
+        said = f"{n} examples, {n} unusable rows\n  {n} × no assistant turn"
+        assert said in capsys.readouterr().out
 
 
 def test_examples_are_shown_as_they_are_trained(capsys):
