@@ -55,7 +55,6 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 TOY_STEPS = {"ar": 1100, "mars": 800}
-os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")  # grouped keys are not copied, for the baseline either
 CHUNK = 2**25  # logits held at a time in training: 128 MB in float32
 IGNORE = -100  # label of a position that is not trained (PyTorch's convention)
 
@@ -375,32 +374,6 @@ def forward(model, cache: SlotCache, ids: list[list[int]], positions, visible, a
     ).logits.float()
 
 
-@torch.inference_mode()
-def check_invariant(model) -> None:
-    """Refuse a model that takes our masks, positions or cache, and makes something else of them.
-
-    On a tiny example: what a mask predicts in training and over the cache is what it predicts at the end of the plain text.
-    """
-    text = [(7 * i + 3) % model.get_input_embeddings().num_embeddings for i in range(10)]
-    prompt, response, mask = text[:3], text[3:9], text[9]
-    plain = lambda ids: model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float()
-    try:
-        rows = {name: tensor.to(model.device) for name, tensor in collate([(prompt, response, 1)], 4, mask).items()}
-        positions, seen = rows["positions"], by_layer(model, rows["visible"], rows["positions"], rows["positions"])
-        trained = model(input_ids=rows["ids"], position_ids=positions, attention_mask=seen, use_cache=False).logits[0].float()
-        cache = SlotCache(1, window(model))
-        forward(model, cache, [prompt], *cache.prepare(0, [3], 3, 0, 0, model.device), 1)
-        decoded = forward(model, cache, [[*response[:2], *[mask] * 3]], *cache.prepare(0, [5], 2, 0, 3, model.device), 4)[0]
-        pairs = [(trained[:9], plain(prompt + response)), (decoded, plain(prompt + response[:2] + [mask] * 3)[-4:])]
-        index, start = (values[-1].item() for values in noisy_stream(6, 4, 1))
-        pairs.append((trained[-1], plain(prompt + response[:start] + [mask] * (index - start + 1))[-1]))
-        error = max((ours - theirs).abs().mean() / theirs.std() for ours, theirs in pairs)
-    except Exception as problem:  # whatever a model of another kind has to say
-        raise MarsError(f"{model.config.model_type} does not take our masks or cache ({first_line(problem)}): not supported") from None
-    if error > (1e-3 if model.dtype == torch.float32 else 0.1):
-        raise MarsError(f"{model.config.model_type} makes something else of our masks, positions or cache: not supported")
-
-
 # --------------------------------------------------------------------------------------------------
 # The decoder (§3.4, §4.5)
 # --------------------------------------------------------------------------------------------------
@@ -581,7 +554,8 @@ def trained_block_size(model) -> int:
 
 def window(model) -> int:
     """The longest sequence that the model takes, in tokens."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit or sys.maxsize
 
 
 def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[list[int]], list[float]]:
@@ -636,7 +610,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
         raise MarsError(f"there is no metric {metric!r}: use one of {', '.join(METRICS)}")
     if not 0 <= temperature < math.inf:
         raise MarsError(f"temperature is {temperature}: it must be 0 (greedy) or more")
-    check_supported(model)
+    check_model(model)
     if lossless and threshold is not None:
         raise MarsError("lossless decoding has no threshold: give one or the other")
     if lossless and trained == 1:
@@ -808,96 +782,176 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
 # --------------------------------------------------------------------------------------------------
 
 
-def pick(device: str | None = None, dtype: str | torch.dtype | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype to work with: CUDA in bfloat16 where there is one (with torchrun, one for each process), else the
-    CPU in float32."""
-    device = torch.device(device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+def pick(device: str | None = None, dtype: str | torch.dtype | None = None):
+    """(device, dtype) to work with; by default CUDA in bfloat16, else the CPU in float32."""
+    if device is None:
+        device = "cpu"
+        if torch.cuda.is_available():  # with torchrun, one GPU for each process
+            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:
+        raise MarsError(f"cannot use the device {device}: {first_line(error)}") from None
+    if dtype is None:
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return device, getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None, need_template: bool = False):
-    """(model, tokenizer) of a local folder or a model on the hub, ready to decode. Raises MarsError where it cannot.
+def load(path: str, device: str | None = None, dtype=None, need_template: bool = False):
+    """(model, tokenizer) of a local folder or a model on the hub, ready to decode.
 
-    A tokenizer without a chat template gets a plain one, with a note to the user, or is refused with `need_template`.
+    A tokenizer without a chat template gets a plain one, with a note to the user. Raises MarsError
+    for what cannot be loaded or is not supported, and with `need_template` for a missing template.
     """
     device, dtype = pick(device, dtype)
-    advice = "make one with `python mars.py train`, or name another with --model"
-    if not Path(path).is_dir() and (path.count("/") > 1 or "/" in path and Path(path).parent.is_dir()):
-        raise MarsError(f"there is no checkpoint at {path}: {advice}")
+    if device.type == "cpu":  # else each pass copies grouped keys and values, in the baseline, too
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # missing, truncated, not a model, no network: whatever the libraries have to say
-        raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
-    if info["missing_keys"]:
-        raise MarsError(f"the checkpoint at {path} lacks weights, among them {min(info['missing_keys'])}: {advice}")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise MarsError(f"it lacks {min(info['missing_keys'])}")
+        model.to(device).eval()
+    except Exception as error:  # missing, truncated, not a model, no network, no memory, …
+        reason, advice = first_line(error), "make one with `python mars.py train`, or name another"
+        raise MarsError(f"cannot load a checkpoint from {path} ({reason}): {advice}") from None
     if not tokenizer.chat_template:
         if need_template:
-            raise MarsError(f"{path} has no chat template: name an instruction-tuned model with --model")
+            raise MarsError(f"{path} has no chat template: name an instruction-tuned model")
         print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
-        adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]  # then the model expects it, and templates write it
+        adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + PLAIN_TEMPLATE
-    tidy(model, tokenizer)
-    model.to(device).eval()
-    check_supported(model)
-    check_invariant(model)
+    greedy_config(model, tokenizer)
+    check_tokenizer(model, tokenizer)
+    check_model(model)
     return model, tokenizer
 
 
-def tidy(model, tokenizer) -> None:
-    """Reduce the generation config to greedy decoding, so that ours and Hugging Face's `generate` do and stop alike.
+def greedy_config(model, tokenizer) -> None:
+    """Reduce the generation config to greedy decoding, so that ours and Hugging Face's stop alike.
 
-    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the mask token.
+    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the
+    mask token. A tokenizer without an end token gets the model's.
     """
-    old, mask_id = model.generation_config, getattr(model.config, "mars_mask_token_id", None)
-    named = [old.eos_token_id, model.config.eos_token_id, tokenizer.eos_token_id, closing_token(tokenizer)]
-    ends = {i for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
-    suppressed = {*(old.suppress_tokens or []), *([] if mask_id is None else [mask_id])}
+    old, own = model.generation_config, model.config.eos_token_id
+    ends = end_tokens(model) | set(own if isinstance(own, list) else [own]) - {None}
+    names = [name for name in tokenizer.convert_ids_to_tokens(sorted(ends)) if name]
+    if tokenizer.eos_token is None and names:
+        tokenizer.add_special_tokens({"eos_token": names[0]})
+    ends |= {closing_token(tokenizer), tokenizer.eos_token_id} - {None}
+    pad = tokenizer.pad_token_id
+    if pad is None or pad >= model.get_input_embeddings().num_embeddings:
+        pad = min(ends)
+    suppressed = {*(old.suppress_tokens or []), getattr(model.config, "mars_mask_token_id", None)}
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
-        suppress_tokens=sorted(suppressed) or None,
+        eos_token_id=sorted(ends),
+        pad_token_id=pad,
+        suppress_tokens=sorted(suppressed - {None}) or None,
     )
 
 
-def check_supported(model) -> None:
-    """Refuse, with the reason, what a mask or a cache of our own would silently get wrong."""
-    kind, attention = model.config.model_type, model.config._attn_implementation
+def check_tokenizer(model, tokenizer) -> None:
+    """Refuse a tokenizer that can produce a token for which the model has no embedding.
+
+    A special token that the chat template does not write never occurs, because `render` refuses it
+    in a message: a pad token, or the token for images in Gemma 3.
+    """
+    written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
+    rows, added = model.get_input_embeddings().num_embeddings, tokenizer.added_tokens_decoder
+    for name, i in tokenizer.get_vocab().items():
+        occurs = i not in added or not added[i].special or name in written
+        if i >= rows and occurs:
+            raise MarsError(f"the token {name} has id {i}, but the model has {rows} embeddings")
+
+
+@functools.lru_cache(1)
+def check_model(model) -> None:
+    """Refuse a model for which our masks, positions, cache or output layer would be wrong."""
+
+    def require(right: bool, reason: str) -> None:
+        if not right:
+            raise MarsError(f"{model.config.model_type} is not supported: {reason}")
+
     others = layer_kinds(model) - {"full_attention", "sliding_attention"}
-    if attention != "sdpa":
-        raise MarsError(f"{attention} takes no mask of ours: load the model with attn_implementation='sdpa'")
-    if others or model._is_stateful:
-        raise MarsError(f"{kind} has layers for which our masks are not right ({', '.join(others) or 'recurrent'}): not supported")
+    require(not others and not model._is_stateful, "it has recurrent or chunked layers")
+    require(model.config._attn_implementation == "sdpa", "load it with attn_implementation='sdpa'")
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for part in (rope, *rope.values()):  # some models have one for each kind of layer
+        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope"):
+            original = part.get("original_max_position_embeddings", math.inf)
+            require(original >= window(model), "positions depend on the longest row of a batch")
+    for name, weight in model.named_parameters():
+        require(weight.isfinite().all(), f"its weights are not finite, among them {name}")
+    try:
+        errors = tiny_example(model)
+    except Exception as error:
+        require(False, f"it does not take our masks or cache ({first_line(error)})")
+    limit = 1e-3 if model.dtype == torch.float32 else 0.1
+    for way, error in errors.items():
+        require(not math.isnan(error), "its logits are not finite")
+        require(error < limit, f"its logits in {way} are not those of the plain text")
 
 
-@torch.no_grad()
-def check_head(model) -> None:
-    """Refuse to train a model whose logits are not what `project` makes of its hidden states."""
-    ids = torch.arange(4, device=model.device)[None]
-    ours = project(model, model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
-    if not torch.allclose(ours, model(input_ids=ids, use_cache=False).logits, atol=1e-4, rtol=1e-4):
-        raise MarsError(f"{model.config.model_type} does more after its output layer than scale and cap: not supported")
+@torch.inference_mode()
+def tiny_example(model) -> dict[str, float]:
+    """How far logits in training and decoding are from those of plain text, relative to these."""
+
+    def error(ours: torch.Tensor, plain: torch.Tensor) -> float:
+        return float((ours - plain).abs().mean() / plain.std())
+
+    text = [(7 * i + 3) % model.get_input_embeddings().num_embeddings for i in range(10)]
+    prompt, response, mask = text[:3], text[3:9], text[9]
+
+    def plain(ids: list[int], last: int = 0) -> torch.Tensor:
+        ids = torch.tensor([ids], device=model.device)
+        return model(input_ids=ids, use_cache=False).logits[0, -last:].float()
+
+    rows = collate([(prompt, response, 1)], 4, mask)  # masks at index 0, 1, 2 | 3, 4
+    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
+    hidden = model.get_decoder()(
+        input_ids=rows["ids"],
+        position_ids=rows["positions"],
+        attention_mask=by_layer(model, rows["visible"], rows["positions"], rows["positions"]),
+        use_cache=False,
+    ).last_hidden_state
+    masks = [plain(prompt + [mask] * 3, 3), plain(prompt + response[:3] + [mask] * 2, 2)]
+    cache = SlotCache(1, window(model))
+    forward(model, cache, [prompt], *cache.prepare(0, [3], 3, 0, 0, model.device), 1)
+    new = response[:2] + [mask] * 3
+    decoded = forward(model, cache, [new], *cache.prepare(0, [5], 2, 0, 3, model.device), 4)[0]
+    return {
+        "training": error(project(model, hidden[0]), torch.cat([plain(prompt + response), *masks])),
+        "decoding": error(decoded, plain(prompt + new, 4)),
+    }
 
 
 def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
-    """The id of the mask token, which adds no parameter: it takes an embedding row that the model has already.
+    """The id of the mask token, which adds no parameter: it takes an embedding that is there.
 
-    In this order: the token called `name`, if it exists and is special; the tokenizer's own mask token; a new name on a
-    row that no token uses. Raises MarsError where there is none, with the candidates for `name`.
+    In this order: the token called `name`, if it is special and unused; the tokenizer's own mask
+    token; a new name for an embedding that no token has. Raises MarsError where there is none,
+    with the candidates for `name`.
     """
-    busy = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    special = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in busy}
-    if name in special:
+    used = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id}
+    used.add(tokenizer.unk_token_id)
+    added = tokenizer.added_tokens_decoder.items()
+    spare = {token.content: i for i, token in added if token.special and i not in used}
+    vocab, rows = tokenizer.get_vocab(), set(range(model.get_input_embeddings().num_embeddings))
+    if name in spare:
         tokenizer.mask_token = name
-    elif name is None and tokenizer.mask_token is not None:
-        pass
-    elif len(tokenizer) < model.get_input_embeddings().num_embeddings and name not in tokenizer.get_vocab():
+    elif (name or tokenizer.mask_token is None) and name not in vocab and len(vocab) < len(rows):
         tokenizer.add_special_tokens({"mask_token": name or "<|mask|>"})
-    else:
-        problem = f"{name} is not an unused special token" if name else "the model has no room for a mask token"
-        raise MarsError(f"{problem}: name one with --mask-token, of {' '.join(special) or 'which this tokenizer has none'}")
+    # subtle: where ids have gaps, a new token can get the id of an old one
+    free = rows - (set(vocab.values()) - set(spare.values()))
+    if tokenizer.mask_token_id not in free or name not in (None, tokenizer.mask_token):
+        problem = f"{name} is not an unused special token"
+        if name is None:
+            problem = "the model has no room for a mask token"
+        candidates = " ".join(spare) or "which this tokenizer has none"
+        raise MarsError(f"{problem}: name one with --mask-token, of {candidates}")
     return tokenizer.mask_token_id
 
 
@@ -905,7 +959,7 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
     """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
     model.config.mars_block_size = block_size if block_size > 1 else None
     model.config.mars_mask_token_id = mask_id if block_size > 1 else None
-    tidy(model, tokenizer)
+    greedy_config(model, tokenizer)
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
@@ -1109,12 +1163,16 @@ def render(tokenizer, messages: list[dict], tools=None, **options) -> str:
     control = control_tokens(tokenizer, len(tokenizer)).search(written)
     if control:
         raise MarsError(f"the control token {control[0]} is written out")
+    text = apply_template(tokenizer, messages, tools, **options)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a surrogate pair is not a character
+
+
+def apply_template(tokenizer, messages: list[dict], tools=None, **options) -> str:
     try:
         tools = json.loads(tools) if tools and isinstance(tools, str) else tools
-        text = tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
     except Exception as error:  # some templates refuse system turns, or two questions in a row
         raise MarsError(f"refused by the chat template ({first_line(error)})") from None
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a surrogate pair is not a character
 
 
 @functools.lru_cache(8)
@@ -1138,7 +1196,7 @@ def question_ids(tokenizer, row: dict) -> list[int]:
 def closing_token(tokenizer) -> int:
     """The token that ends an assistant's turn in the chat template, else the end token."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("@@")[2]
+    tail = apply_template(tokenizer, chat).rpartition("@@")[2]
     added = [token for token in ids_of(tokenizer, tail) if token in tokenizer.added_tokens_decoder]
     if not added and tokenizer.eos_token_id is None:
         raise MarsError("the tokenizer has no end token, and its chat template writes none")
@@ -1429,7 +1487,6 @@ def train_command(args) -> None:
             else:  # subtle: trained weights are float32 everywhere, because half precision loses small updates
                 model, tokenizer = load(str(found or start), device, torch.float32)
             mask_id = choose_mask_token(model, tokenizer, args.mask_token) if "mars" in stages else 0
-            check_head(model)
             if not examples:
                 examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
                 print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}, mask token {tokenizer.mask_token}")

@@ -40,9 +40,9 @@ B, V, MASK, ENDS = 4, 61, 60, {1, 13}
 SLIDING = dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"])
 KINDS = {  # what is special about the kinds of models that are tried
     "qwen2": {}, "llama": {}, "qwen2 sliding": SLIDING | dict(use_sliding_window=True), "qwen3": dict(tie_word_embeddings=False), "mistral": dict(sliding_window=7),
-    "gemma": dict(head_dim=8), "gemma3_text": SLIDING | dict(head_dim=8, final_logit_softcapping=3.0), "phi": dict(resid_pdrop=0.1), "smollm3": {}, "gpt_neox": {}, "cohere": dict(logit_scale=0.3), "granite": dict(logits_scaling=3.0),
-    "phi3": dict(original_max_position_embeddings=80, rope_parameters=dict(
-        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4)),
+    "gemma": dict(head_dim=8), "gemma3_text": SLIDING | dict(head_dim=8, final_logit_softcapping=3.0),
+    "phi": dict(resid_pdrop=0.1), "smollm3": {}, "gpt_neox": {}, "cohere": dict(logit_scale=0.3), "granite": dict(logits_scaling=3.0),
+    "phi3": {},
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def tiny(kind="qwen2", **options):
     sizes = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.5, tie_word_embeddings=True)
     sizes |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind.split()[0], **sizes | KINDS[kind] | options)).eval()
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind.split()[0], **sizes | KINDS.get(kind, {}) | options)).eval()
     model.config.mars_block_size, model.config.mars_mask_token_id = B, MASK
     model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ENDS), pad_token_id=0, suppress_tokens=[MASK])
     return model
@@ -514,7 +514,7 @@ def test_the_fast_decoder_is_the_naive_one(kind, batch_size):
 def test_every_usual_kind_of_model_is_trained_and_decoded(kind):
     """After a training step: τ = 1 is Hugging Face's greedy output, cached equals uncached, and lossless equals AR."""
     model, texts = copy.deepcopy(tiny(kind)), prompts(8, seed=2)
-    mars.check_supported(model), mars.check_invariant(model), mars.check_head(model)
+    mars.check_model(model)
     before = copy.deepcopy(model)
     data = [(p, r) for p, r, _ in examples(4)]
     *_, report = mars.train(mars.Training(model, 1, 1e-3), data, block_size=B, mask_id=MASK, batch_size=4)
@@ -558,6 +558,7 @@ def test_threshold_one_is_autoregressive_decoding(batch_size, tmp_path):
 
 def test_threshold_one_reads_no_masks_and_finished_rows_cost_nothing():
     """AR rows are fed one token a pass; the rows fed in all passes together are those that were still being decoded."""
+    mars.check_model(tiny())  # once a model: not to be counted
     shapes = []
     hook = tiny().register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
     texts = prompts(9, seed=3)
@@ -1162,45 +1163,102 @@ def test_options_out_of_range_are_refused(options, complaint):
 
 
 def test_models_that_would_be_silently_wrong_are_refused():
-    """A plain checkpoint has no drafts; recurrent and chunked layers, and what keeps positions or masks of its own, would be wrong."""
-    plain = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**tiny().config.to_dict(), "mars_block_size": None}))
+    """Without drafts there is no threshold; some layers, positions and masks would be wrong."""
+    plain = copy.deepcopy(tiny())
+    plain.config.mars_block_size = None
     assert mars.generate(plain, [[5]], 3, 1.0)[0].steps
-    with pytest.raises(mars.MarsError, match="not trained with masks"):
-        mars.generate(plain, [[5]], 3, 0.9)
-    with pytest.raises(mars.MarsError, match="not trained with masks"):
-        mars.generate(plain, [[5]], 3, lossless=True)
+    for rule in (dict(threshold=0.9), dict(lossless=True)):
+        with pytest.raises(mars.MarsError, match="not trained with masks"):
+            mars.generate(plain, [[5]], 3, **rule)
     for prompt in ([], [5] * 256):
         with pytest.raises(mars.MarsError, match="window is 256"):
             mars.generate(tiny(), [prompt], 3, 1.0)
-    small = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    small |= dict(max_position_embeddings=64)
-    make = lambda kind, **more: AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **small | more)).eval()
-    for model in (make("llama", attn_implementation="flex_attention"), make("mamba"), make("qwen3_next", head_dim=8), make("llama4_text", head_dim=8)):
-        with pytest.raises(mars.MarsError, match="takes no mask|not supported"):
-            mars.check_supported(model)
-    for kind in ("bloom", "opt"):  # they count on their own cache, and on masks of two dimensions
-        with pytest.raises(mars.MarsError, match="does not take"):
-            mars.check_invariant(make(kind))
-    mars.check_head(tiny())
-    bent = tiny("gemma3_text")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(mars.MarsError, match="after its output layer"):
-        patch.setattr(mars, "project", lambda model, hidden: model.get_output_embeddings()(hidden))  # no soft cap
-        mars.check_head(bent)
-    for ignored in ("attention_mask", "position_ids", "logits_to_keep"):
-        deaf = copy.deepcopy(tiny())
-        deaf.register_forward_pre_hook(lambda _, args, kw: (args, {k: v for k, v in kw.items() if k != ignored}), with_kwargs=True)
-        with pytest.raises(mars.MarsError, match="something else|does not take"):
-            mars.check_invariant(deaf)
+    longrope = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    longrope |= dict(rope_theta=10000.0)
+    phi3 = dict(original_max_position_embeddings=80, rope_parameters=longrope)
+    for reason, kind, options in (
+        ("sdpa", "llama", dict(attn_implementation="eager")), ("sdpa", "gemma2", {}),
+        ("sdpa", "llama", dict(attn_implementation="flex_attention")),
+        ("recurrent", "mamba", {}), ("recurrent", "qwen3_next", dict(head_dim=8)),
+        ("chunked", "llama4_text", dict(head_dim=8)),
+        ("longest row", "phi3", phi3),
+        ("sdpa", "bloom", {}), ("does not take", "opt", {}),
+    ):  # fmt: skip
+        with pytest.raises(mars.MarsError, match=reason):
+            mars.generate(tiny.__wrapped__(kind, **options), [[5]], 3, 1.0)
 
 
-def test_rope_that_depends_on_the_longest_row_stays_within_its_original_window():
-    """longrope changes all rotations when one row of the batch grows beyond the original window: no row may."""
-    model = tiny("phi3")
-    assert mars.window(model) == 80 and mars.window(tiny()) == 256
-    (out,) = mars.generate(model, [[5] * 56], 99, 0.3)
-    assert len(out.tokens) <= 24
-    outs = mars.generate(model, [[7] * 76, [5, 6], [9] * 79], 61, 0.3)
-    check(model, [[5, 6]], outs[1:2], 0.3, 61)
+@pytest.mark.parametrize("ignored", "attention_mask position_ids logits_to_keep cap".split())
+def test_a_model_that_differs_on_a_tiny_example_is_refused(ignored, monkeypatch):
+    """What it predicts in training and over the cache must be what it predicts for plain text."""
+    model = copy.deepcopy(tiny("gemma3_text"))
+    if ignored == "cap":
+        monkeypatch.setattr(mars, "project", lambda model, h: model.get_output_embeddings()(h))
+    for module in (model, model.model):
+        hook = lambda _, args, kw: (args, {k: v for k, v in kw.items() if k != ignored})
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(mars.MarsError, match="those of the plain|does not take"):
+        mars.check_model(model)
+
+
+@functools.cache
+def saved(change, folder):
+    """A toy checkpoint in a folder, changed before it is written."""
+    model, tokenizer = mars.toy_model()
+    change(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def pad_beyond(model, tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+
+
+def token_beyond(model, tokenizer):
+    tokenizer.add_tokens(["<beyond>"])
+
+
+def template_beyond(model, tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    tokenizer.chat_template = "<|turn|>" + tokenizer.chat_template
+
+
+def not_a_number(model, tokenizer):
+    model.model.norm.weight.data[0] = math.nan
+
+
+def one_row_infinite(model, tokenizer):
+    model.get_input_embeddings().weight.data[300, 0] = math.inf
+
+
+def no_end(model, tokenizer):
+    tokenizer.eos_token = tokenizer.chat_template = None
+
+
+def no_end_anywhere(model, tokenizer):
+    no_end(model, tokenizer)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+
+
+@pytest.mark.parametrize("change, problem", [
+    (pad_beyond, None), (no_end, None),
+    (token_beyond, r"the token <beyond> has id (\d+), but the model has \1 embeddings"),
+    (template_beyond, "<|turn|> has id"), (not_a_number, "norm.weight"),
+    (one_row_infinite, "embed_tokens"), (no_end_anywhere, "eos_token"),
+])  # fmt: skip
+def test_what_would_fail_later_is_refused_at_loading(change, problem, tmp_path):
+    """Tokens without an embedding, weights that are no numbers, texts without an end."""
+    folder = saved(change, tmp_path)
+    if problem:
+        with pytest.raises(mars.MarsError, match=problem):
+            mars.load(folder, "cpu")
+        return
+    model, tokenizer = mars.load(folder, "cpu")
+    ((prompt, response),), _ = mars.encode(tokenizer, {"question": "a", "answer": "b"})
+    assert response[-1] == tokenizer.eos_token_id == 0 and mars.end_tokens(model) == {0}
+    assert model.generation_config.pad_token_id < model.config.vocab_size
+    mars.hf_generate(model, [[5, 6, 7], [5]], 3, 2)
 
 
 @pytest.fixture(scope="module")
@@ -1245,7 +1303,7 @@ def test_too_little_memory_is_one_line(checkpoint, capsys, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nSee the manual.")
 
     monkeypatch.setattr(mars, "forward", full)
-    monkeypatch.setattr(mars, "check_invariant", lambda model: None)
+    monkeypatch.setattr(mars, "check_model", lambda model: None)
     with pytest.raises(SystemExit) as stop:
         mars.main(["generate", "--model", checkpoint, "Hi"])
     assert stop.value.code == 2 and capsys.readouterr().err == "error: CUDA out of memory. Tried to allocate 9 GiB.\n"
