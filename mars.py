@@ -20,7 +20,6 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
 """
 
 import argparse
-import collections
 import contextlib
 import datetime
 import functools
@@ -39,15 +38,16 @@ import sys
 import time
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as state_dict
 import torch.nn.functional as F
 import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -60,7 +60,12 @@ IGNORE = -100  # label of a position that is not trained (PyTorch's convention)
 
 
 class MarsError(ValueError):
-    """Something the user can put right: one line that says what was wrong and what to do."""
+    """A mistake of the user's: one line that says what is wrong and what to do."""
+
+
+def require(right: bool, problem: str) -> None:
+    if not right:
+        raise MarsError(problem)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,13 +129,11 @@ Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict:
     """N examples, each a clean stream and then a noisy stream, padded on the right to T tokens.
 
-    Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `visible` [N, 1, T, T]. The offset of
-    a supervised position names its prediction: 0 for the clean stream's (plain AR), j for the j-th mask
-    of a block.
+    Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `visible` [N, 1, T, T]. The offset of a
+    label says who predicts it: 0 the clean stream (plain AR), j the j-th mask of a block.
     """
     streams = [noisy_stream(len(response), block_size, phase, full_block) for _, response, phase in batch]
-    N = len(batch)
-    T = max(len(p) + len(r) + len(index) for (p, r, _), (index, _) in zip(batch, streams))
+    N, T = len(batch), max(len(p) + len(r) + len(i) for (p, r, _), (i, _) in zip(batch, streams))
     ids, positions = torch.full((N, T), mask_id), torch.zeros(N, T, dtype=torch.long)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
     # subtle: a padded query sees itself, because a softmax over nothing is NaN
@@ -156,25 +159,19 @@ def count_targets(batch: list[Example], block_size: int, full_block: bool = Fals
 
 def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_weight: float = 1.0,
               full_block: bool = False, totals: tuple[int, int] | None = None):  # fmt: skip
-    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its supervised tokens (Eq. 5).
+    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its labels (Eq. 5). B = 1 is AR training.
 
-    B = 1 is AR training. `totals` = (AR, mask) counts of supervised tokens, by default those of this
-    batch. Pass those of the whole optimiser step, over all micro-batches and processes, and the
-    gradients of the parts add up to that of the whole.
+    `totals` = (AR, mask) numbers of labels, by default of this batch. With those of the whole optimiser
+    step, over all micro-batches and processes, the gradients of the parts add up to that of the whole.
 
     Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset
     j, the summed cross-entropy, the number of right top-1 predictions and the number of predictions.
     """
     rows = collate(batch, block_size, mask_id, full_block)
     rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
-    hidden = model.get_decoder()(
-        input_ids=rows["ids"],
-        position_ids=rows["positions"],
-        attention_mask=by_layer(model, rows["visible"], rows["positions"], rows["positions"]),
-        use_cache=False,
-    ).last_hidden_state  # [N, T, hidden]
+    hidden = last_hidden(model, rows)  # [N, T, hidden]
     supervised = rows["labels"] != IGNORE
-    labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S] supervised positions
+    labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S]
     nll, hits = token_losses(model, hidden[supervised], labels)  # [S], [S]
     values = {"nll": nll.detach().double(), "hits": hits.double(), "count": torch.ones_like(nll).double()}
     parts = {name: torch.bincount(offsets, v, minlength=block_size + 1) for name, v in values.items()}
@@ -184,11 +181,18 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     return mask_loss + ar_weight * ar_loss, parts
 
 
-def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy and top-1 hit of each position, [S] and [S], from hidden states [S, hidden].
+def last_hidden(model, rows: dict) -> torch.Tensor:
+    """The last hidden states [N, T, hidden] of what `collate` returns."""
+    visible = by_layer(model, rows["visible"], rows["positions"], rows["positions"])
+    decoder, ids, positions = model.get_decoder(), rows["ids"], rows["positions"]
+    return decoder(ids, attention_mask=visible, position_ids=positions, use_cache=False).last_hidden_state
 
-    With 150,000 ids the logits would be the peak of memory: they are computed in chunks, and computed
-    again in the backward pass.
+
+def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy and top-1 hit of each label, [S] and [S], from hidden states [S, hidden].
+
+    With 150,000 ids the logits would be the peak of memory: they are computed in chunks, and again in
+    the backward pass.
     """
 
     def chunk(hidden, labels):
@@ -200,7 +204,7 @@ def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[tor
         return chunk(hidden, labels)
     pieces = zip(hidden.split(size), labels.split(size))
     done = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
-    return torch.cat([nll for nll, _ in done]), torch.cat([hits for _, hits in done])
+    return tuple(torch.cat(column) for column in zip(*done))
 
 
 def project(model, hidden: torch.Tensor) -> torch.Tensor:
@@ -213,26 +217,25 @@ def project(model, hidden: torch.Tensor) -> torch.Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def by_layer(model, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor):
-    """`visible` [N, 1, Q, K] as the model takes it, given the positions of queries [N, Q] and keys [N or 1, K].
-
-    That is the mask itself, unless layers have a sliding window W: they see no key that is W or more
-    positions back. A model that mixes them with full attention takes a dict, one mask for each kind.
-    """
-    if layer_kinds(model) == {"full_attention"}:
-        return visible
-    config = model.config.get_text_config()
-    near = queries[:, None, :, None] - keys[:, None, None, :] < config.sliding_window
-    if not getattr(config, "layer_types", None):
-        return visible & near
-    return {"full_attention": visible, "sliding_attention": visible & near}
-
-
 def layer_kinds(model) -> set[str]:
     """The kinds of attention in the model's layers: "full_attention", "sliding_attention", or others."""
     config = model.config.get_text_config()
     everywhere = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return set(getattr(config, "layer_types", None) or [everywhere])
+
+
+def by_layer(model, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor):
+    """`visible` [N, 1, Q, K] as the model takes it, given the positions of queries [N, Q] and keys [N or 1, K].
+
+    A layer with a sliding window W sees no key W or more positions back; a model that mixes such layers
+    with full attention takes a dict, one mask for each kind.
+    """
+    if layer_kinds(model) == {"full_attention"}:
+        return visible
+    config = model.config.get_text_config()
+    near = visible & (queries[:, None, :, None] - keys[:, None, None, :] < config.sliding_window)
+    mixed = getattr(config, "layer_types", None)
+    return {"full_attention": visible, "sliding_attention": near} if mixed else near
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,9 +340,8 @@ class SlotCache:
             self.layers = [[grow(buffer) for buffer in layer] for layer in self.layers]
         columns = torch.tensor(lengths)[:, None] + relative[:, None]  # [4, N, Q]
         slot, position, text, group = columns.to(device)
-        self.rows = slice(first, first + N)
-        lines = self.size * torch.arange(first, first + N, device=device)[:, None]
-        self.target = (lines + slot.where(slot >= 0, self.size - 1)).flatten()  # [N · Q]
+        self.rows, lines = slice(first, first + N), torch.arange(first, first + N, device=device)
+        self.target = (lines[:, None] * self.size + slot.where(slot >= 0, self.size - 1)).flatten()  # [N · Q]
         slots = torch.arange(self.width, device=device)  # [W]
         visible = slots <= text.clamp(min=0)[..., None]
         if masks:
@@ -347,7 +349,7 @@ class SlotCache:
         return position.clamp(0, self.window - 1), visible[:, None]  # the last masks may lie beyond the window
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__):
-        """Called by each attention layer: writes keys and values [N, heads, Q, dim], returns all [N, heads, W, dim]."""
+        """Called by each attention layer: writes [N, heads, Q, dim], returns all [N, heads, W, dim]."""
         if layer == len(self.layers):
             N, heads, Q, dim = keys.shape
             self.layers.append([keys.new_zeros(self.lines, self.size, heads, dim) for _ in range(2)])
@@ -406,33 +408,30 @@ class DraftScheduler:
     text        drafts are what followed the last tokens where they occurred before: 1 + K tokens
     none        AR decoding: one token
 
-    Which is fastest depends on the machine, the batch and the text; the output is the same. Eight passes
-    in a row follow one plan. Every 16th time another than the best gets its turn, for its rate to be known.
+    Which is fastest depends on the machine, the batch and the text; the output is the same. A plan is kept
+    for eight passes. Most of the time it is the fastest; every 16th time the next one, to know its rate.
     """
 
     PLANS = ("at once", "in turns", "text", "none")
 
     def __init__(self, most: int):
-        self.most, self.rates, self.spells = most, {}, 0  # rates: tokens per second of (rows, plan)
+        self.most, self.rates = most, {}  # tokens per second of (rows, plan)
         self.plan, self.passes, self.tokens, self.seconds = self.PLANS[0], 0, 0, 0.0
 
     def choose(self, rows: int, drafts: int) -> int:
         """How many masks to read in each group, with so many drafts at hand."""
-        if self.passes % 8 == 0:
-            self.spells += 1
-            size = rows.bit_length()  # 1, 2–3, 4–7, …
-            others = self.PLANS if self.spells % 16 else [self.PLANS[self.spells // 16 % len(self.PLANS)]]
-            self.plan = max(others, key=lambda plan: self.rates.get((size, plan), math.inf))
+        turn, between = divmod(self.passes, 8)
+        if not between:
+            fastest = max(self.PLANS, key=lambda plan: self.rates.get((rows.bit_length(), plan), math.inf))
+            self.plan = fastest if (turn + 1) % 16 else self.PLANS[turn // 16 % 4]
         self.passes += 1
-        if self.plan == "at once" or self.plan == "in turns" and not drafts:
-            return self.most
-        return 0
+        return self.most if self.plan == "at once" or self.plan == "in turns" and not drafts else 0
 
     def record(self, rows: int, tokens: int, seconds: float) -> None:
-        """Count a pass towards the rate of its plan; the rate is that of its last few turns."""
+        """Count what a pass committed; after the eighth, update the rate of the plan."""
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         if self.passes % 8 == 0:
-            key, rate = (rows.bit_length(), self.plan), self.tokens / self.seconds
+            key, rate = (rows.bit_length(), self.plan), self.tokens / self.seconds  # 1, 2–3, 4–7, … rows
             self.rates[key] = (self.rates.get(key, rate) + rate) / 2
             self.tokens, self.seconds = 0, 0.0
 
@@ -445,7 +444,7 @@ class DraftScheduler:
         return []
 
 
-draft_scheduler = functools.lru_cache(1)(lambda model, most: DraftScheduler(most))  # what it learns stays
+scheduler_of = functools.lru_cache(1)(lambda model, most: DraftScheduler(most))  # it keeps what it learns
 
 
 @torch.inference_mode()
@@ -458,7 +457,7 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
     """
     ends, suppressed = end_tokens(model), model.generation_config.suppress_tokens or []
     cache, live, waiting = SlotCache(batch_size, window(model)), [], True
-    scheduler = None if bounds else draft_scheduler(model, block_size - 1)
+    scheduler = None if bounds else scheduler_of(model, block_size - 1)
     while live or waiting:
         # 1. Admit. The row at live[i] owns line i of the cache; a finished row's place is taken at once.
         while waiting and len(live) < batch_size:
@@ -554,21 +553,19 @@ def trained_block_size(model) -> int:
 
 def window(model) -> int:
     """The longest sequence that the model takes, in tokens."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit or sys.maxsize
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[list[int]], list[float]]:
     """The `bounds` of `decode` for a threshold: a number, one per request, or a function asked before every pass."""
 
     def bound(value: float) -> float:
-        if not (0 <= value < math.inf if metric == "entropy" else 0 < value <= 1):
-            allowed = "0 or more, for entropy" if metric == "entropy" else "above 0 and at most 1"
-            raise MarsError(f"threshold {value} is out of range: it must be {allowed}")
+        allowed = 0 <= value < math.inf if metric == "entropy" else 0 < value <= 1
+        ranges = "0 or more, for entropy" if metric == "entropy" else "above 0 and at most 1"
+        require(allowed, f"threshold {value} is out of range: it must be {ranges}")
         if value == METRICS[metric][0]:
             return math.inf
-        if trained == 1:
-            raise MarsError(f"this checkpoint was not trained with masks: it decodes as an AR model only, not at {value}")
+        require(trained > 1, f"this checkpoint was not trained with masks: it decodes as AR only, not at {value}")
         return -value if metric == "entropy" else value
 
     if callable(threshold):
@@ -585,55 +582,48 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
            batch_size: int = 8, block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """Decode prompts (token ids) in a continuous batch; yields (index, new tokens) for every row of every pass.
 
+    prompts     an iterator is asked before every pass while there is room, and may answer None: nothing waits
     threshold   commit a mask's prediction while its confidence reaches this: a number, one per prompt, or a
-                function without arguments that is asked before every pass. 1 is AR decoding, exactly. By
-                default 0.95, and 1 for a checkpoint without masks.
+                function that is asked before every pass. 1 is AR, exactly. Default 0.95; 1 without masks.
     lossless    instead of a threshold: commit a mask's prediction if the next pass shows it to be the AR
                 choice. In float32 the output is that of AR decoding, token for token, also when sampled.
     metric      "probability" of the top token, its "margin" over the second (both 0 < τ ≤ 1), or "entropy"
                 in nats (commit while at most τ ≥ 0, and 0 is AR)
-    temperature 0 is greedy; otherwise tokens are sampled with noise that depends on (seed, index, position) alone
+    temperature 0 is greedy; otherwise the noise of a token depends on (seed, index, position) alone
     block_size  masks per pass plus one, at most what the checkpoint was trained with (the default)
-    prompts     may be an iterator. It is asked before every pass while there is room, and may answer None:
-                nothing is waiting.
 
     Raises MarsError for anything out of range.
     """
-    trained, mask_id, room = trained_block_size(model), getattr(model.config, "mars_mask_token_id", None), window(model)
+    trained, room = trained_block_size(model), window(model)
     block_size = trained if block_size is None else block_size
-    if not 1 <= block_size <= trained:
-        raise MarsError(f"block size {block_size} is out of range: this checkpoint was trained with {trained}")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if value < 1:
-            raise MarsError(f"{name} is {value}: it must be at least 1")
-    if metric not in METRICS:
-        raise MarsError(f"there is no metric {metric!r}: use one of {', '.join(METRICS)}")
-    if not 0 <= temperature < math.inf:
-        raise MarsError(f"temperature is {temperature}: it must be 0 (greedy) or more")
+    for right, problem in (
+        (1 <= block_size <= trained, f"block size {block_size} is out of range: the checkpoint was trained with {trained}"),
+        (max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: it must be at least 1"),
+        (batch_size >= 1, f"batch_size is {batch_size}: it must be at least 1"),
+        (metric in METRICS, f"there is no metric {metric!r}: use one of {', '.join(METRICS)}"),
+        (0 <= temperature < math.inf, f"temperature is {temperature}: it must be 0 (greedy) or more"),
+        (not lossless or threshold is None, "lossless decoding has no threshold: give one or the other"),
+        (not lossless or trained > 1, "this checkpoint was not trained with masks: it has no drafts to verify"),
+    ):
+        require(right, problem)
     check_model(model)
-    if lossless and threshold is not None:
-        raise MarsError("lossless decoding has no threshold: give one or the other")
-    if lossless and trained == 1:
-        raise MarsError("this checkpoint was not trained with masks: it has no drafts for lossless decoding")
     threshold = METRICS[metric][trained > 1] if threshold is None else threshold
     bounds = None if lossless else bounds_for(threshold, metric, trained)
 
     def row(request: int, prompt: list[int]) -> Row:
-        if not 0 < len(prompt) < room:
-            raise MarsError(f"prompt {request} has {len(prompt)} tokens: it must have 1 to {room - 1}, as the model's window is {room}")
+        fits = 0 < len(prompt) < room
+        require(fits, f"prompt {request} has {len(prompt)} tokens, not 1 to {room - 1}: the model's window is {room}")
         return Row(request, list(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
 
-    def rows() -> Iterator[Row | None]:
-        request = itertools.count()
-        for prompt in prompts:
-            yield None if prompt is None else row(next(request), prompt)
-
     if isinstance(prompts, (list, tuple)):
-        if isinstance(threshold, (list, tuple)) and len(threshold) != len(prompts):
-            raise MarsError(f"{len(threshold)} thresholds for {len(prompts)} prompts: give one each, or one for all")
-        for request, prompt in enumerate(prompts):
-            row(request, prompt)  # raises before decoding begins
-    return decode(model, rows(), bounds, metric, temperature, seed, batch_size, block_size, mask_id)
+        given = len(threshold) if isinstance(threshold, (list, tuple)) else len(prompts)
+        require(given == len(prompts), f"{given} thresholds for {len(prompts)} prompts: give one each, or one for all")
+        rows = iter([row(*item) for item in enumerate(prompts)])  # raises before decoding begins
+    else:
+        numbers = itertools.count()
+        rows = (None if prompt is None else row(next(numbers), prompt) for prompt in prompts)
+    mask_id = getattr(model.config, "mars_mask_token_id", None)
+    return decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, mask_id)
 
 
 def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
@@ -698,10 +688,10 @@ class Loss(torch.nn.Module):
 
 
 class Training:
-    """One stage of fine-tuning, and the state that must be kept to resume it exactly.
+    """One stage of fine-tuning, and the state that resumes it exactly: AdamW, 3 % warm-up, cosine decay (§4.1).
 
-    AdamW, 3 % linear warm-up, then cosine decay (§4.1). Under torchrun every process has a copy of the
-    model (DDP), or with `shard` a share of weights, gradients and optimiser state (FSDP2).
+    Under torchrun every process has a copy of the model (DDP), or with `shard` a share of weights,
+    gradients and optimiser state (FSDP2).
     """
 
     def __init__(self, model, steps: int, lr: float, shard: bool = False):
@@ -720,29 +710,28 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def state(self) -> tuple[dict, dict]:
-        """(weights, the rest) as plain tensors in the memory of rank 0, sharded or not; all ranks must call this."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.model, options=options)
+        """(weights, the rest) as plain tensors on rank 0, sharded or not; every rank must call this."""
+        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = state_dict.get_model_state_dict(self.model, options=options)
         for name in self.model.all_tied_weights_keys:  # the second name of a weight
             weights.pop(name, None)
-        optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
+        optimizer = state_dict.get_optimizer_state_dict(self.loss, self.optimizer, options=options)
         return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
     def restore(self, rest: dict) -> None:
-        self.step = rest["step"]
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
+        self.step, options = rest["step"], state_dict.StateDictOptions(full_state_dict=True)
+        state_dict.set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
         self.schedule.load_state_dict(rest["schedule"])
 
 
 def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int,
           accumulate: int = 1, ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False,
           seed: int = 0) -> Iterator[dict]:  # fmt: skip
-    """Run the remaining steps of a stage, in place; block_size 1 is the AR stage. Yields a report after every step.
+    """Run the remaining steps of a stage, in place; block_size 1 is the AR stage. Yields a report of every step.
 
-    A step is `accumulate` forward passes over `batch_size` examples in every process. Its gradient,
-    clipped at norm 1, does not depend on how its examples are split. Weights are float32 everywhere; on
-    CUDA the arithmetic is autocast to bfloat16. Raises MarsError if the gradient is not finite.
+    A step is `accumulate` forward passes over `batch_size` examples in every process; its gradient does
+    not depend on how they are split. Weights are float32; on CUDA the arithmetic is autocast to bfloat16.
+    Raises MarsError if the gradient is not finite.
     """
     model, (rank, world) = training.model, processes()
     size = batch_size * accumulate * world
@@ -750,14 +739,14 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
     model.train()
     while training.step < training.steps:
         batch = list(itertools.islice(stream, size))
-        if size > batch_size:  # texts of similar length share a forward pass; the longest first: if they fit, all do
+        if size > batch_size:  # texts of similar length share a pass; the longest first: if they fit, all do
             batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
         mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
         totals, sums = count_targets(batch, block_size, full_block), 0
-        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout resumes exactly
+        torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))  # dropout
         for micro in mine:
-            accumulating = world > 1 and not training.shard and micro is not mine[-1]
-            with training.loss.no_sync() if accumulating else contextlib.nullcontext():
+            waits = world > 1 and not training.shard and micro is not mine[-1]
+            with training.loss.no_sync() if waits else contextlib.nullcontext():
                 with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                     loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block, totals)
                 (world * loss).backward()  # subtle: processes average gradients, but these are parts of a sum
@@ -766,14 +755,12 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
             dist.all_reduce(sums)
         norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
         norm = float(norm.full_tensor() if training.shard else norm)
-        if not math.isfinite(norm):
-            raise MarsError(f"the gradient of step {training.step + 1} is {norm}: lower --lr; nothing of it is saved")
+        require(math.isfinite(norm), f"the gradient of step {training.step + 1} is {norm}: try a lower --lr")
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.schedule.step()
         training.step += 1
-        lr = training.schedule.get_last_lr()[0]
-        yield {"step": training.step, "lr": lr, "grad_norm": norm, **dict(zip(parts, sums))}
+        yield {"step": training.step, "grad_norm": norm, **dict(zip(parts, sums))}
     model.eval()
 
 
@@ -966,12 +953,12 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
 
 # While a stage is trained, OUT/STAGE.partial is its last checkpoint: a plain folder, with the rest of the
 # training state in training.pt. At the end it becomes OUT/STAGE. Whenever the process dies, one of
-# OUT/STAGE, OUT/STAGE.partial and OUT/.STAGE.partial.old is whole.
+# OUT/STAGE, OUT/STAGE.partial and OUT/STAGE.partial.old is whole.
 
 
 def replace(source: Path, target: Path) -> None:
     """Rename folder `source` to `target`; what `target` was stays beside it until that is done."""
-    old = target.with_name(f".{target.name}.old")
+    old = target.with_name(target.name + ".old")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
@@ -979,57 +966,36 @@ def replace(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_checkpoint(training: Training, tokenizer, out: Path, stage: str, settings: dict) -> None:
-    """Write OUT/STAGE.partial. Raises MarsError if it cannot; the checkpoint before it is then still there."""
+def write_checkpoint(training: Training, tokenizer, folder: Path, settings: dict) -> None:
+    """Write OUT/STAGE.partial, or raise MarsError; the checkpoint before it is then still there."""
     weights, rest = training.state()
-    partial, beside, problem = out / f"{stage}.partial", out / f".{stage}.new", [None]
+    new, problem = folder.with_name(folder.name + ".new"), [None]
     if processes()[0] == 0:
         try:
-            shutil.rmtree(beside, ignore_errors=True)
-            save(training.model, tokenizer, beside, settings["block_size"], settings["mask_id"], weights)
-            torch.save(rest, beside / "training.pt")
-            (beside / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
-            replace(beside, partial)
+            shutil.rmtree(new, ignore_errors=True)
+            save(training.model, tokenizer, new, settings["block_size"], settings["mask_id"], weights)
+            torch.save(rest, new / "training.pt")
+            (new / "training.json").write_text(json.dumps(settings, indent=1) + "\n")
+            replace(new, folder)
         except Exception as error:  # a full disk has many names: OSError, RuntimeError, SafetensorError
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
             problem = [first_line(error)]
     if dist.is_initialized():
         dist.broadcast_object_list(problem)  # also: no rank continues before the checkpoint is there
-    if problem[0]:
-        kept = f"--resume continues from {partial}" if partial.exists() else "there is no earlier checkpoint"
-        raise MarsError(f"cannot write step {training.step} of {partial} ({problem[0]}): {kept}")
-
-
-def finish(out: Path, stage: str) -> None:
-    """The last checkpoint becomes OUT/STAGE."""
-    if processes()[0] == 0:
-        replace(out / f"{stage}.partial", out / stage)
-        (out / stage / "training.pt").unlink()
-    if dist.is_initialized():
-        dist.barrier()
+    kept = f"--resume continues from {folder}" if folder.exists() else "there is no earlier checkpoint"
+    require(not problem[0], f"cannot write {folder} at step {training.step} ({problem[0]}): {kept}")
 
 
 def find_checkpoint(out: Path, stage: str, start: str, resume: bool) -> Path | None:
-    """What --resume continues from, if anything: OUT/STAGE, which is finished, or the last checkpoint.
-
-    Without --resume an earlier run is not overwritten, but for a finished one from the same model: MarsError.
-    """
-    for name in (stage, f"{stage}.partial", f".{stage}.partial.old"):
-        if (out / name / "training.json").exists():
-            if resume:
-                return out / name
-            model = json.loads((out / name / "training.json").read_text())["model"]
-            if name != stage or model != start:
-                raise MarsError(f"{out / name} is from an earlier run: --resume continues it; else remove it, or name another --out")
+    """What --resume continues from: OUT/STAGE, which is finished, or the last checkpoint. Without --resume
+    only what was trained from the same model may be trained anew."""
+    for name in (stage, f"{stage}.partial", f"{stage}.partial.old"):
+        file = out / name / "training.json"
+        if file.exists() and resume:
+            return file.parent
+        anew = name == stage and file.exists() and json.loads(file.read_text())["model"] == start
+        require(anew or not file.exists(), f"{file.parent} is there: continue it with --resume, or name another --out")
     return None
-
-
-def check_same(folder: Path, settings: dict) -> None:
-    """Raise MarsError if the checkpoint to be resumed was made with other data or other settings."""
-    trained = json.loads((folder / "training.json").read_text())
-    for name, value in settings.items():
-        if trained.get(name) != value:
-            raise MarsError(f"{folder} was trained with {name} {trained.get(name)}, not {value}: use the same, or name another --out")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1336,7 +1302,7 @@ def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
 # --------------------------------------------------------------------------------------------------
 
 
-def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int, lookup: int | None = None) -> list[Output]:
+def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int, lookup: int = 0) -> list[Output]:
     """The model's own Hugging Face `generate`: greedy, in fixed batches padded on the left, as a user would run it.
 
     `lookup`: the tokens that its prompt look-up drafts in a pass (batch size 1 only).
@@ -1376,34 +1342,27 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
     All modes take turns in every repeat, so that a noisy machine affects all alike; figures are medians of the
     repeats, after a warm-up. `limit` is what the speedup would be if a pass cost no more than AR's.
     """
-    ar = METRICS[metric][0]
-    for threshold in thresholds:
-        bounds_for(threshold, metric, trained_block_size(model))  # raises before the timing begins
+    ar, hf = ("ar", METRICS[metric][0]), ("hf", None)
     for size in batch_sizes:
-        modes = [("hf", None)] + [("lookup", None)] * (size == 1) + [("ar", ar)]
-        modes += [("mars", t) for t in thresholds if t != ar] + [("lossless", None)] * lossless
-        runs = {mode: [] for mode in modes}
+        modes = [hf, *[("lookup", None)] * (size == 1), ar, *(("mars", t) for t in thresholds if t != ar[1])]
+        runs = {mode: [] for mode in [*modes, *[("lossless", None)] * lossless]}
         for _ in tqdm(range(1 + repeats), desc=f"batch {size}", leave=False, disable=None):
-            for name, threshold in modes:
+            for (name, threshold), results in runs.items():
+                options = dict(lossless=name == "lossless", metric=metric, batch_size=size)
+                work = lambda: generate(model, prompts, max_new_tokens, threshold, **options)
                 if name in ("hf", "lookup"):
-                    work = lambda: hf_generate(model, prompts, max_new_tokens, size, 3 if name == "lookup" else None)
-                else:
-                    options = dict(lossless=name == "lossless", metric=metric, batch_size=size)
-                    work = lambda: generate(model, prompts, max_new_tokens, threshold, **options)
-                runs[name, threshold].append(timed(model, work))
+                    work = lambda: hf_generate(model, prompts, max_new_tokens, size, 3 * (name == "lookup"))
+                results.append(timed(model, work))
         seconds = {mode: statistics.median(t for _, t, _ in results[1:]) for mode, results in runs.items()}
-        baseline = runs["hf", None][0][0]
-        for (name, threshold), results in runs.items():
+        for mode, results in runs.items():
             outs, _, passes = results[-1]
-            tokens, steps = sum(len(out.tokens) for out in outs), sum(len(out.steps) for out in outs)
-            per_forward = None if name == "lookup" else tokens / steps
-            time_taken = seconds[name, threshold]
+            tokens, steps = (sum(len(part) for part in column) for column in zip(*((o.tokens, o.steps) for o in outs)))
+            per_forward = None if mode[0] == "lookup" else tokens / steps
             yield {
-                "mode": name, "threshold": threshold, "batch_size": size, "tokens_per_forward": per_forward,
-                "ms_per_forward": 1000 * time_taken / passes, "tokens_per_second": tokens / time_taken,
-                "speedup": seconds["hf", None] / time_taken * tokens / sum(len(out.tokens) for out in baseline),
-                "limit": per_forward and per_forward * seconds["hf", None] / seconds["ar", ar],
-                "same_as_hf": sum(out.tokens == hf.tokens for out, hf in zip(outs, baseline)),
+                "mode": mode[0], "threshold": mode[1], "batch_size": size, "tokens_per_forward": per_forward,
+                "ms_per_forward": 1000 * seconds[mode] / passes, "tokens_per_second": tokens / seconds[mode],
+                "speedup": seconds[hf] / seconds[mode], "limit": per_forward and per_forward * seconds[hf] / seconds[ar],
+                "same_as_hf": sum(a.tokens == b.tokens for a, b in zip(outs, runs[hf][-1][0])),
                 "accuracy": None, "n": len(prompts),
             }  # fmt: skip
 
@@ -1415,21 +1374,15 @@ def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size
     """
     examples = examples[:batch_size]
     runs, clean = {1: [], block_size: []}, sum(len(prompt) + len(response) for prompt, response in examples)
-    for _ in tqdm(range(repeats), desc="train", leave=False, disable=None):
-        for B, measured in runs.items():
-            steps = train(Training(model, 5, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
-            next(steps), next(steps)
-            peak_memory(model.device, reset=True)
-            seconds = [timed(model, lambda: next(steps))[1] for _ in range(3)]
-            measured.append((1000 * statistics.median(seconds), peak_memory(model.device)))
-    rows = []
-    for B, measured in runs.items():
-        ms, peak = (statistics.median(column) for column in zip(*measured))
-        rows.append({"mode": "mars" if B > 1 else "ar", "step_ms": ms, "tokens_per_second": 1000 * clean / ms,
-                     "peak_memory_mb": peak})  # fmt: skip
-    rows[1]["time_ratio"] = rows[1]["step_ms"] / rows[0]["step_ms"]
-    rows[1]["memory_ratio"] = rows[1]["peak_memory_mb"] / rows[0]["peak_memory_mb"]
-    return rows
+    for B in tqdm([1, block_size] * repeats, desc="train", leave=False, disable=None):
+        steps = train(Training(model, 5, lr=0.0), examples, block_size=B, mask_id=mask_id, batch_size=len(examples))
+        next(steps), next(steps)
+        peak_memory(model.device, reset=True)
+        seconds = [timed(model, lambda: next(steps))[1] for _ in range(3)]
+        runs[B].append((1000 * statistics.median(seconds), peak_memory(model.device)))
+    (ar_ms, ar_mb), (ms, mb) = ([statistics.median(column) for column in zip(*runs[B])] for B in runs)
+    row = lambda mode, ms, mb: dict(mode=mode, step_ms=ms, tokens_per_second=1000 * clean / ms, peak_memory_mb=mb)
+    return [row("ar", ar_ms, ar_mb), row("mars", ms, mb) | {"time_ratio": ms / ar_ms, "memory_ratio": mb / ar_mb}]
 
 
 def peak_memory(device: torch.device, reset: bool = False) -> float:
@@ -1468,15 +1421,13 @@ def process_group(device: str | None) -> Iterator[None]:
 def train_command(args) -> None:
     toy, out = args.model == "toy", Path(args.out or f"runs/{Path(args.model).name}")
     stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
-    if not toy and not args.data:
-        raise MarsError("name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
-    if args.block_size < 2:
-        raise MarsError(f"block size {args.block_size} is out of range: it must be at least 2 (a block of 1 has no masks)")
-    if args.shard and "WORLD_SIZE" not in os.environ:
-        raise MarsError("--shard needs several processes: torchrun --nproc_per_node N mars.py train …")
+    require(toy or args.data, "name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
+    require(args.block_size >= 2, f"block size {args.block_size} is out of range: a block of 1 has no masks")
+    sharded = not args.shard or "WORLD_SIZE" in os.environ
+    require(sharded, "--shard needs several processes: torchrun --nproc_per_node N mars.py train …")
     args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
-    start = "toy" if toy and args.stage != "mars" else str(out / "ar") if toy else args.model
-    device = "cpu" if args.shard else args.device  # what is sharded moves to its device when it is
+    device = "cpu" if args.shard else args.device  # a share moves to its device when it is cut off
+    start = str(out / "ar") if toy and args.stage == "mars" else args.model
     with process_group(args.device):
         rows, examples = load_rows(args.data or "toy", args.split, args.seed), None
         for stage in stages:
@@ -1493,64 +1444,72 @@ def train_command(args) -> None:
                 shown = visits(examples, args.block_size, args.fixed_phase, args.seed)
                 for example in itertools.islice(shown, args.show_examples):
                     show_example(tokenizer, example, args.block_size, mask_id, args.full_block)
-            train_stage(args, stage, out, start, model, tokenizer, mask_id, examples, found)
+            train_stage(args, out / stage, start, model, tokenizer, mask_id, examples, found)
             start = str(out / stage)
 
 
 def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
-    """All examples of the data, four bytes a token; prints how many there are, and what could not be used."""
-    examples, problems, unusable = [], collections.Counter(), 0
+    """All examples of the data, four bytes a token; prints how many there are, and what is unusable."""
+    examples, problems, unusable = [], Counter(), 0
     for row in progress(rows, desc="tokenize", leave=False):
         found, wrong = encode(tokenizer, row, max_length)
         examples += ((array("i", prompt), array("i", response)) for prompt, response in found)
         problems.update(wrong)
         unusable += not found
     reasons = "".join(f"\n  {count:,} × {problem}" for problem, count in problems.most_common(9))
-    if not examples:
-        raise MarsError(f"there is nothing to train on in {len(rows):,} rows:" + reasons.replace("\n ", ""))
+    require(examples, f"there is nothing to train on in {len(rows):,} rows:" + reasons.replace("\n ", ""))
     print(f"{len(examples):,} examples, {unusable:,} unusable rows{reasons}")
     return examples
 
 
-def train_stage(args, stage: str, out: Path, start: str, model, tokenizer, mask_id: int, examples: list,
-                found: Path | None) -> None:  # fmt: skip
+def train_stage(args, folder: Path, start: str, model, tokenizer, mask_id: int, examples: list, found: Path | None):
     """Train OUT/STAGE, from the checkpoint `found` on if there is one; Ctrl-C and SIGTERM write one first."""
-    size = args.batch_size * args.accumulate * processes()[1]
+    stage, size = folder.name, args.batch_size * args.accumulate * processes()[1]
     steps = args.max_steps or math.ceil(args.epochs * len(examples) / size)
     if args.model == "toy":
         steps = args.max_steps or TOY_STEPS[stage]
     how = {"block_size": args.block_size, "ar_weight": args.ar_weight} if stage == "mars" else {"block_size": 1}
     how |= {name: getattr(args, name) for name in ("seed", "fixed_phase", "full_block")} | {"mask_id": mask_id}
     checksum = functools.reduce(lambda crc, part: zlib.crc32(part, crc), itertools.chain(*examples), 0)
-    data = f"{len(examples)} examples, checksum {checksum:08x}"
-    settings = how | {"model": start, "data": data, "steps": steps, "lr": args.lr, "examples_per_step": size}
-    if found:
-        check_same(found, settings)
-    if found == out / stage:
-        print(f"{stage}: finished before → {found}")
-        return
+    settings = how | {"model": start, "steps": steps, "lr": args.lr, "examples_per_step": size,
+                      "data": f"{len(examples)} examples, checksum {checksum:08x}"}  # fmt: skip
+    trained = json.loads((found / "training.json").read_text()) if found else settings
+    for name, value in settings.items():
+        same = trained.get(name) == value
+        require(same, f"{found} was trained with {name} {trained.get(name)}, not {value}: name another --out")
+    if found == folder:
+        return print(f"{stage}: finished before → {found}")
     if args.gradient_checkpointing:
         model.activation_checkpointing_enable()
     training = Training(model, steps, args.lr, args.shard)
     if found:
         training.restore(torch.load(found / "training.pt", weights_only=True, mmap=True))
-    print(f"{stage}: steps {training.step + 1} to {steps} of {size} examples → {out / stage}")
+    print(f"{stage}: steps {training.step + 1} to {steps} of {size} examples → {folder}")
     reports = train(training, examples, batch_size=args.batch_size, accumulate=args.accumulate, **how)
-    bar = progress(reports, desc=stage, total=steps, initial=training.step, unit="step")
+    run_steps(reports, training, tokenizer, folder.with_name(f"{stage}.partial"), settings, args.save_every)
+    if processes()[0] == 0:
+        replace(folder.with_name(f"{stage}.partial"), folder)
+        (folder / "training.pt").unlink()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def run_steps(reports: Iterator[dict], training: Training, tokenizer, partial: Path, settings: dict, save_every: int):
+    """Print how training goes and write checkpoints, until it ends or is stopped."""
+    bar = progress(reports, desc=partial.stem, total=training.steps, initial=training.step, unit="step")
+    recent, since = [], time.perf_counter()
     with stop_requests() as requested:
-        recent, since = [], time.perf_counter()
         for report in bar:
             recent.append(report)
-            last = training.step == steps
-            if last or training.step == 1 or training.step % math.ceil(steps / 16) == 0:
+            last = training.step == training.steps
+            if last or training.step == 1 or training.step % math.ceil(training.steps / 16) == 0:
                 bar.write(describe(recent, time.perf_counter() - since))
                 recent, since = [], time.perf_counter()
             stop = requested()
-            if stop or last or training.step % args.save_every == 0:
-                write_checkpoint(training, tokenizer, out, stage, settings)
+            if stop or last or training.step % save_every == 0:
+                write_checkpoint(training, tokenizer, partial, settings)
             if stop or last and requested():  # a request may arrive during the last write
                 raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: --resume continues")
-    finish(out, stage)
 
 
 def describe(reports: list[dict], seconds: float) -> str:
@@ -1568,22 +1527,18 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
     """Catch Ctrl-C and SIGTERM; yields a function that tells whether any process has received one."""
     caught = []
 
-    def catch(number: int, _) -> None:
-        if not caught and processes()[0] == 0:
-            print("\nstopping: finishing this step and saving it (Ctrl-\\ stops at once)", file=sys.stderr)
-        caught.append(number)
-
     def requested() -> bool:
-        if not dist.is_initialized():
-            return bool(caught)
-        dist.all_gather_object(answers := [None] * processes()[1], bool(caught))
+        answers = [bool(caught)] * processes()[1]
+        if dist.is_initialized():
+            dist.all_gather_object(answers, bool(caught))
         return any(answers)  # all ranks stop after the same step
 
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: caught.append(number)) for number in signals]
     try:
         yield requested
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(signals, before):
             signal.signal(number, handler)
 
 
@@ -1609,18 +1564,16 @@ def show_example(tokenizer, example: Example, block_size: int, mask_id: int, ful
     P, C = len(prompt), len(prompt) + len(response)
     rows = {name: tensor[0] for name, tensor in collate([example], block_size, mask_id, full_block).items()}
     name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t", "→") or "∅"
-    label = lambda column: "" if rows["labels"][column] == IGNORE else name(rows["labels"][column])
-    mask_at = {int(rows["positions"][m]): m for m in range(C, len(rows["ids"]))}
+    learns = ["" if label == IGNORE else name(label) for label in rows["labels"]]
+    mask_at = {int(rows["positions"][column]): column for column in range(C, len(rows["ids"]))}
     print(f"\n{tokenizer.decode(prompt)}\n\n{P} prompt tokens, {C - P} response tokens, blocks of {block_size}, phase {phase}")
     print(f"{'clean':14} {'learns':14} noisy {'learns':14} sees")
-    blocks = []
     for p in range(P - 1, C):
-        line = f"{name(rows['ids'][p]):14} {label(p):14} "
+        line = f"{name(rows['ids'][p]):14} {learns[p]:14} "
         if p in mask_at:
-            m = mask_at[p]
-            sees = int(rows["visible"][0, m, P:C].sum())
-            blocks += [sees] if sees not in blocks else []
-            line += paint(f"M     {label(m):14} x<{sees}", SHADES[blocks.index(sees) % len(SHADES)])
+            shade = SHADES[(p - P + phase) // block_size % len(SHADES)]
+            sees = rows["visible"][0, mask_at[p], P:C].sum()
+            line += paint(f"M     {learns[mask_at[p]]:14} x<{sees}", shade)
         print(line.rstrip())
 
 
@@ -1634,10 +1587,10 @@ def answer(model, tokenizer, question: str, options: dict) -> dict:
         print(paint(text[len(shown) :], SHADES[len(steps) % len(SHADES)]), end="", flush=True)
         shown = text
     seconds, n, passes = time.perf_counter() - start, len(tokens), len(steps)
-    print(flush=True)
     rule = "lossless" if options["lossless"] else f"threshold {options['threshold']}"
-    print(f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s ({rule})",
-          file=sys.stderr)  # fmt: skip
+    figures = f"{n} tokens in {passes} passes: {n / passes:.2f} tokens per pass, {n / seconds:.0f} tokens/s"
+    print(flush=True)
+    print(f"{figures} ({rule})", file=sys.stderr)
     stop = "eos" if tokens[-1] in end_tokens(model) else "length"
     return {"prompt": question, "answer": shown, "tokens": tokens, "steps": steps, "stop": stop, "seconds": seconds}
 
@@ -1650,12 +1603,11 @@ def generate_command(args) -> None:
         options["threshold"] = METRICS[args.metric][trained_block_size(model) > 1]
     stream(model, [], **options)  # raises for options out of range
     questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
-    if "" in questions:
-        raise MarsError("there is no question: give one as an argument, or pipe one in")
+    require("" not in questions, "there is no question: give one as an argument, or pipe one in")
     if questions:
         return write_results(args, model, [answer(model, tokenizer, question, options) for question in questions])
-    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless verifies drafts, Ctrl-D leaves.")
-    while (line := read_line()) is not None:
+    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless verifies drafts, Ctrl-D leaves.\n> ", end="")
+    for line in map(str.strip, sys.stdin):
         try:
             if line.startswith("/"):
                 threshold = None if line == "/lossless" else float(line.removeprefix("/threshold"))
@@ -1666,13 +1618,7 @@ def generate_command(args) -> None:
                 answer(model, tokenizer, line, options)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
-
-
-def read_line() -> str | None:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return print()
+        print("> ", end="", flush=True)
 
 
 TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "tokens_per_forward": "tokens/pass",
@@ -1717,8 +1663,7 @@ def write_results(args, model, rows: list[dict], **more) -> None:
 def bench_command(args) -> None:
     model, tokenizer = load(args.model, args.device, args.dtype)
     rows = load_rows(args.data, args.split or ("train" if args.train else "test"))
-    rows = list(itertools.islice((row for row in rows if messages_of(row)), args.limit))
-    trained = trained_block_size(model)
+    rows, trained = list(itertools.islice(filter(messages_of, rows), args.limit)), trained_block_size(model)
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     if args.train:
         mask_id = choose_mask_token(model, tokenizer, args.mask_token)
@@ -1726,15 +1671,17 @@ def bench_command(args) -> None:
         results = bench_train(model.float(), examples, max(4, trained), mask_id, args.batch_sizes[0], args.repeats)
         print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
         return write_results(args, model, results)
-    if trained == 1 and (args.thresholds or args.lossless):
-        raise MarsError(f"{args.model} was not trained with masks: leave out --thresholds and --lossless")
-    prompts = [question_ids(tokenizer, row) for row in rows]
+    plain = trained == 1 and (args.thresholds or args.lossless)
+    require(not plain, f"{args.model} was not trained with masks: leave out --thresholds and --lossless")
     thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained > 1 else []
+    for threshold in thresholds:
+        bounds_for(threshold, args.metric, trained)  # raises before the timing begins
+    prompts = [question_ids(tokenizer, row) for row in rows]
     print(f"{len(prompts)} prompts, medians of --repeats {args.repeats}")
-    results = bench(model, prompts, args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric,
-                    args.lossless)  # fmt: skip
-    results = print_table(results, "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit")
-    same = min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless", "lookup"))
+    options = (args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, args.lossless)
+    columns = "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit"
+    results = print_table(bench(model, prompts, *options), columns)
+    same = min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
     print(f"AR and lossless output is Hugging Face's, token for token, on {same} of {len(prompts)} prompts")
     write_results(args, model, results)
 
