@@ -8,6 +8,10 @@ As in the paper: zero-shot, the model's own chat template, greedy, 256 new token
 their answers are scored, the sandbox for model-written code, the run.
 """
 
+# /// script
+# dependencies = ["torch==2.13.0", "transformers==5.24.0", "datasets==5.2.0", "tqdm==4.70.1"]
+# ///
+
 import ast
 import bisect
 import contextlib

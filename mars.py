@@ -19,8 +19,13 @@ Read from top to bottom: data, attention mask, loss, training, checkpoints, deco
     B block size          V vocabulary             M a mask token      τ confidence threshold
 """
 
+# /// script
+# dependencies = ["torch==2.13.0", "transformers==5.24.0", "datasets==5.2.0", "tqdm==4.70.1"]
+# ///
+
 import argparse
 import contextlib
+import copy
 import datetime
 import functools
 import gzip
@@ -394,6 +399,7 @@ class Row:
 
     request: int  # the number of its prompt
     tokens: list[int]  # the prompt and everything committed since
+    start: int  # the number of prompt tokens
     unread: int  # how many of the last tokens are not in the cache yet
     limit: int  # the length at which it ends
     drafts: list[int] = field(default_factory=list)  # lossless: what may come next, to be verified
@@ -449,7 +455,8 @@ scheduler_of = functools.lru_cache(1)(lambda model, most: DraftScheduler(most)) 
 
 @torch.inference_mode()
 def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]] | None, metric: str,
-           temperature: float, seed: int, batch_size: int, block_size: int, mask_id: int) -> Iterator[tuple]:  # fmt: skip
+           temperature: float, seed: int, batch_size: int, block_size: int, mask_id: int,
+           stop: Callable[[int, list[int]], bool] | None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` is exhausted.
 
     `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is
@@ -504,12 +511,17 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         results = torch.cat([accepted, proposals], 1).tolist()
         seconds, committed = time.perf_counter() - start, 0
         for row, (count, *proposal) in zip(batch, results):
-            tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
+            tokens, ended = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)], False
+            for n in range(1, 1 + len(tokens) if stop else 0):
+                ended = stop(row.request, row.tokens[row.start :] + tokens[:n])
+                if ended:
+                    tokens = tokens[:n]
+                    break
             row.tokens, row.unread, committed = row.tokens + tokens, len(tokens), committed + len(tokens)
             if not bounds:  # accepted drafts are in the cache already; new ones come from the group behind the last
                 row.unread, groups = 1, proposal[1 + drafts :]
                 row.drafts = groups[masks * (count - 1) : masks * count] or scheduler.drafts(row.tokens)
-            row.done = tokens[-1] in ends or len(row.tokens) == row.limit
+            row.done = ended or tokens[-1] in ends or len(row.tokens) == row.limit
             yield row.request, tokens
         if not bounds and not new:
             scheduler.record(len(live), committed, seconds)
@@ -579,7 +591,8 @@ def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[lis
 
 def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold | None = None,
            lossless: bool = False, metric: str = "probability", temperature: float = 0.0, seed: int = 0,
-           batch_size: int = 8, block_size: int | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+           batch_size: int = 8, block_size: int | None = None,
+           stop: Callable[[int, list[int]], bool] | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
     """Decode prompts (token ids) in a continuous batch; yields (index, new tokens) for every row of every pass.
 
     prompts     an iterator is asked before every pass while there is room, and may answer None: nothing waits
@@ -591,6 +604,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
                 in nats (commit while at most τ ≥ 0, and 0 is AR)
     temperature 0 is greedy; otherwise the noise of a token depends on (seed, index, position) alone
     block_size  masks per pass plus one, at most what the checkpoint was trained with (the default)
+    stop        a function of (index, new tokens so far), asked after every token: does the row end here?
 
     Raises MarsError for anything out of range.
     """
@@ -613,7 +627,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     def row(request: int, prompt: list[int]) -> Row:
         fits = 0 < len(prompt) < room
         require(fits, f"prompt {request} has {len(prompt)} tokens, not 1 to {room - 1}: the model's window is {room}")
-        return Row(request, list(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
+        return Row(request, list(prompt), len(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
 
     if isinstance(prompts, (list, tuple)):
         given = len(threshold) if isinstance(threshold, (list, tuple)) else len(prompts)
@@ -623,7 +637,7 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
         numbers = itertools.count()
         rows = (None if prompt is None else row(next(numbers), prompt) for prompt in prompts)
     mask_id = getattr(model.config, "mars_mask_token_id", None)
-    return decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, mask_id)
+    return decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, mask_id, stop)
 
 
 def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
@@ -644,6 +658,54 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
     """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
     outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
     return [outs[index] for index in range(len(prompts))]
+
+
+HONOURED = set(
+    "max_new_tokens max_length do_sample temperature eos_token_id pad_token_id bos_token_id suppress_tokens use_cache "
+    "transformers_version".split()
+)
+
+
+def custom_generate(model, inputs=None, input_ids=None, attention_mask=None, generation_config=None,
+                    stopping_criteria=None, streamer=None, threshold=None, lossless=False, metric="probability",
+                    seed=0, batch_size=None, block_size=None, **kwargs) -> torch.Tensor:  # fmt: skip
+    """`model.generate` of a MARS checkpoint loaded with `trust_remote_code=True`; our options are those of `stream`.
+
+    Takes input_ids [N, P], padded on the left or not at all, and returns [N, P + new], padded on the right.
+    Raises MarsError for options of Hugging Face's `generate` that it cannot honour.
+    """
+    ids, config = inputs if input_ids is None else input_ids, copy.deepcopy(model.generation_config)
+    given = generation_config.to_diff_dict() if generation_config else {}
+    unknown = config.update(**{**given, **kwargs})
+    for name, value in {**config.to_diff_dict(), **unknown}.items():
+        neutral = name in HONOURED or not torch.is_tensor(value) and value in (None, False, 0, 1, [])
+        require(neutral, f"decoding several tokens per pass cannot honour {name}: leave it out")
+    (N, P), pad = ids.shape, config.pad_token_id
+    length = config.max_new_tokens or (config.max_length or P + 20) - P
+    real = torch.ones_like(ids) if attention_mask is None else attention_mask
+    prompts, outs = [row[keep.bool()].tolist() for row, keep in zip(ids, real)], [[] for _ in ids]
+    text, criteria = F.pad(ids, (0, max(length, 0)), value=pad), transformers.StoppingCriteriaList(stopping_criteria or [])
+
+    def stop(index: int, new: list[int]) -> bool:
+        text[index, P : P + len(new)] = torch.tensor(new, device=ids.device)
+        return bool(criteria(text[:, : P + len(new)], None)[index])
+
+    temperature = (config.temperature or 1.0) if config.do_sample else 0.0
+    own, model.generation_config = model.generation_config, config
+    try:
+        if streamer:
+            streamer.put(ids.cpu())  # raises for more than one row
+        for index, tokens in stream(model, prompts, length, threshold, lossless, metric, temperature, seed,
+                                    batch_size or N, block_size, stop if criteria else None):  # fmt: skip
+            outs[index] += tokens
+            for token in tokens if streamer else ():
+                streamer.put(torch.tensor([token]))
+    finally:
+        model.generation_config = own
+    if streamer:
+        streamer.end()
+    new = torch.nn.utils.rnn.pad_sequence([torch.tensor(out) for out in outs], batch_first=True, padding_value=pad)
+    return torch.cat([ids, new.to(ids.device)], 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -949,6 +1011,10 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
     greedy_config(model, tokenizer)
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
+    if block_size > 1:  # what `from_pretrained(…, trust_remote_code=True)` makes the model's `generate`
+        (folder / "custom_generate").mkdir(exist_ok=True)
+        shutil.copy(__file__, folder / "custom_generate/mars.py")
+        (folder / "custom_generate/generate.py").write_text("from .mars import custom_generate as generate\n")
 
 
 # While a stage is trained, OUT/STAGE.partial is its last checkpoint: a plain folder, with the rest of the
@@ -1015,7 +1081,7 @@ def messages_of(row: dict) -> list[dict] | None:
     a list of messages. Parts of text are joined; with other parts, content stays a list.
     """
     chat = row.get("messages")
-    for ask, reply in (("question", "answer"), ("prompt", "completion")):
+    for ask, reply in (("question", "answer"), ("prompt", "completion"), ("prompt", "answer")):
         if chat is None and row.get(ask) is not None and row.get(reply) is not None:
             sides = (("user", row[ask]), ("assistant", row[reply]))
             chat = []
@@ -1193,6 +1259,8 @@ def encode(tokenizer, row: dict, max_length: int = 512):
                 prompt, response = encode_turn(tokenizer, messages[: i + 1], tools)
                 if len(prompt) >= max_length:
                     raise MarsError(f"prompt of {max_length} tokens or more")
+                if row.get("stop") == "length":  # an answer of ours that was cut: it does not end there
+                    response = response[:-1]
                 examples.append((prompt, response[: max_length - len(prompt)]))
             except Exception as error:  # from the template or the tokenizer
                 problems.append(first_line(error))
@@ -1602,6 +1670,8 @@ def generate_command(args) -> None:
     if args.threshold is None and not args.lossless:  # a plain checkpoint is an AR model
         options["threshold"] = METRICS[args.metric][trained_block_size(model) > 1]
     stream(model, [], **options)  # raises for options out of range
+    if args.data or args.out:
+        return answer_rows(args, model, tokenizer, options)
     questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
     require("" not in questions, "there is no question: give one as an argument, or pipe one in")
     if questions:
@@ -1619,6 +1689,35 @@ def generate_command(args) -> None:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
         print("> ", end="", flush=True)
+
+
+def answer_rows(args, model, tokenizer, options: dict) -> None:
+    """Answer the questions of --data in a continuous batch: a line of --out for each, which `train` takes as data."""
+    require(args.data and args.out, "--data and --out belong together: whose questions, and a file for the answers")
+    chats = [messages_of(row) or [] for row in load_rows(args.data, args.split)][: args.limit]
+    chats = [chat[:-1] if chat and chat[-1].get("role") == "assistant" else chat for chat in chats]
+    out, todo, prompts = Path(args.out), [], []
+    lines = [line for line in out.read_text().splitlines(True) if line.endswith("\n")] if out.exists() else []
+    done = {record["index"]: record["prompt"] for record in map(json.loads, lines)}
+    same = all(chats[i : i + 1] == [prompt] for i, prompt in done.items())
+    require(same, f"{out} has answers to other questions: name another --out")
+    for i, chat in enumerate(chats):
+        if chat and i not in done:
+            with contextlib.suppress(MarsError):  # what the chat template refuses
+                prompts.append(chat_ids(tokenizer, chat))
+                todo.append(i)
+    out.write_text("".join(lines))  # without a last line that was cut short
+    tokens = passes = 0
+    with open(out, "a") as file:
+        answers = finished(model, prompts, batch_size=args.batch_size, **options)
+        for n, found in progress(answers, total=len(prompts), desc="answers"):
+            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
+            record = {"index": todo[n], "prompt": chats[todo[n]], "answer": text, "steps": found.steps, "stop": found.stop}
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            tokens, passes = tokens + len(found.tokens), passes + len(found.steps)
+    print(f"{len(prompts)} answers → {out}, {len(done)} were there, {len(chats) - len(prompts) - len(done)} unusable; "
+          f"{tokens / max(passes, 1):.2f} tokens per pass")  # fmt: skip
 
 
 TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "tokens_per_forward": "tokens/pass",
@@ -1792,6 +1891,11 @@ def main(argv: list[str] | None = None) -> None:
     add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is that of AR")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
     add("--block-size", type=int, help="decode with smaller blocks than were trained")
+    add("--data", help="answer all questions of this data, as in train")
+    add("--split", default="test", help="split of the data set (default %(default)s)")
+    add("--limit", type=positive, help="first N rows of the data only")
+    add("--out", help="write the answers to this file, and continue it if it is there")
+    add("--batch-size", type=positive, default=8, help="rows in a batch (default %(default)s)")
     add("--seed", type=int, default=0, help="of the sampling (default %(default)s)")
     add_model_options(g)
 

@@ -1331,6 +1331,116 @@ def test_the_commands_work_end_to_end(checkpoint, tmp_path, capsys, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# model.generate of a checkpoint, and answers to a whole file
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """A checkpoint whose model is sure of some tokens, its tokenizer, and questions padded on the left."""
+    folder = tmp_path_factory.mktemp("talking")
+    model, tokenizer = mars.toy_model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 8 if weight.ndim > 1 else 1  # otherwise an untrained model repeats one token
+    mars.save(model, tokenizer, folder, B, tokenizer.mask_token_id)
+    tokenizer.padding_side = "left"
+    ask = lambda row: tokenizer.decode(mars.question_ids(tokenizer, row))
+    return str(folder), tokenizer, tokenizer([ask(row) for row in mars.toy_rows("test", 8)], padding=True, return_tensors="pt")
+
+
+def unpadded(inputs):
+    return [ids[mask.bool()].tolist() for ids, mask in zip(inputs.input_ids, inputs.attention_mask)]
+
+
+@pytest.mark.parametrize("rule", [dict(threshold=1.0), dict(threshold=0.05), dict(lossless=True)])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_generate_of_a_checkpoint_commits_several_tokens_per_pass(rule, batch, talking):
+    """With trust_remote_code `model.generate` is ours, in Hugging Face's shape; without, it is AR greedy decoding."""
+    folder, tokenizer, inputs = talking
+    inputs = {name: tensor[:batch] for name, tensor in inputs.items()}
+    ours = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    prompts, P = unpadded(argparse.Namespace(**inputs)), inputs["input_ids"].shape[1]
+    outs = mars.generate(plain, prompts, 30, **rule)
+    longest = max(len(out.tokens) for out in outs)
+    pad = [[tokenizer.pad_token_id] * (longest - len(out.tokens)) for out in outs]
+    expected = torch.cat([inputs["input_ids"], torch.tensor([out.tokens + p for out, p in zip(outs, pad)])], 1)
+    assert torch.equal(ours.generate(**inputs, max_new_tokens=30, **rule), expected)
+    assert torch.equal(ours.generate(**inputs, max_length=P + 30, **rule), expected)
+    greedy = plain.generate(**inputs, max_new_tokens=30)
+    assert torch.equal(greedy, expected) == (rule.get("threshold") != 0.05)
+    assert max(max(out.steps) for out in outs) == (1 if rule.get("threshold") == 1 else max(max(o.steps) for o in outs))
+
+
+def test_generate_of_a_checkpoint_honours_or_refuses(talking):
+    """Samples, streamers, stopping criteria, pipelines and end tokens are honoured; what cannot be is one line."""
+    folder, tokenizer, inputs = talking
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    plain, row = AutoModelForCausalLM.from_pretrained(folder), {n: tensor[:1] for n, tensor in inputs.items()}
+    prompts, P = unpadded(inputs), inputs.input_ids.shape[1]
+    sampled = model.generate(**inputs, max_new_tokens=9, do_sample=True, temperature=0.7, seed=3, threshold=1.0)
+    expected = [out.tokens for out in mars.generate(plain, prompts, 9, 1.0, temperature=0.7, seed=3)]
+    assert [mars.until_end(ids[P:].tolist(), mars.end_tokens(plain)) for ids in sampled] == expected
+    streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+    (ids,) = model.generate(**row, max_new_tokens=20, lossless=True, streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(ids[P:])
+    stops = [tokenizer.decode(ids[P + 3 : P + 5])]
+    criteria = transformers.StoppingCriteriaList([transformers.StopStringCriteria(tokenizer, stops)])
+    options = dict(max_new_tokens=20, stopping_criteria=criteria)
+    stopped = plain.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, lossless=True, **options), stopped) and stopped[0, -1] == tokenizer.pad_token_id
+    end = int(ids[P + 2])
+    config = transformers.GenerationConfig(max_new_tokens=20, eos_token_id=end)
+    (short,) = model.generate(**row, generation_config=config, threshold=1.0)
+    assert short[P:].tolist() == mars.until_end(ids[P:].tolist(), {end}) and mars.end_tokens(model) != {end}
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    (answer,) = pipe(tokenizer.decode(prompts[0]), max_new_tokens=20, do_sample=False, threshold=1.0, return_full_text=False)
+    assert answer["generated_text"] == tokenizer.decode(ids[P:], skip_special_tokens=True)
+    for refused in (dict(num_beams=2), dict(logits_processor=[print]), dict(top_p=0.5), dict(thresold=0.9)):
+        with pytest.raises(ValueError, match=f"cannot honour {next(iter(refused))}: leave it out"):
+            model.generate(**inputs, **refused)
+
+
+def test_a_file_of_questions_is_answered_and_learnt_from(talking, tmp_path, capsys):
+    """`generate --data --out` writes a line for each answer, continues where it was stopped, and `train` takes the file."""
+    folder, tokenizer, _ = talking
+    data, out = tmp_path / "q.jsonl", tmp_path / "a.jsonl"
+    rows = [{k: row[k] for k in ("question", "answer")} for row in mars.toy_rows("test", 5)]
+    data.write_text("\n".join(map(json.dumps, [*rows[:3], {"question": "<|end|>", "answer": "a"}, *rows[3:]])))
+    command = f"generate --model {folder} --data {data} --out {out} --max-new-tokens 12 --threshold 1 --batch-size 2".split()
+    mars.main(command)
+    assert "5 answers" in capsys.readouterr().out
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    model = mars.load(folder, "cpu")[0]
+    expected = mars.generate(model, [mars.question_ids(tokenizer, row) for row in rows], 12, 1.0)
+    assert sorted(r["index"] for r in records) == [0, 1, 2, 4, 5]
+    for record, row, want in zip(sorted(records, key=lambda r: r["index"]), rows, expected):
+        assert record["prompt"] == [{"role": "user", "content": row["question"]}] and record["steps"] == want.steps
+        assert record["answer"] == tokenizer.decode(want.tokens, skip_special_tokens=True) and record["stop"] == want.stop
+    lines = out.read_text().splitlines(True)
+    out.write_text("".join(lines[:3]) + lines[3][:20])
+    mars.main(command)
+    assert "2 answers" in capsys.readouterr().out and sorted(out.read_text().splitlines(True)) == sorted(lines)
+    mars.main(f"train --model {folder} --data {out} --stage ar --max-steps 1 --out {tmp_path}/out".split())
+    assert "5 examples" in capsys.readouterr().out
+    ((_, response),), _ = mars.encode(tokenizer, next(r for r in records if r["stop"] == "length"))
+    assert response[-1] != tokenizer.eos_token_id, "an answer that was cut does not teach to stop there"
+    data.write_text(json.dumps(rows[1]))
+    with pytest.raises(SystemExit):
+        mars.main(command)
+    assert "other questions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [mars, evaluation])
+def test_the_script_metadata_name_the_requirements(module):
+    """`uv run mars.py` installs what requirements.txt names, but for the tests."""
+    metadata = re.search(r"(?m)^# dependencies = (\[.*\])$", Path(module.__file__).read_text())
+    requirements = (Path(module.__file__).parent / "requirements.txt").read_text().split()
+    assert json.loads(metadata[1]) == [line for line in requirements if not line.startswith("pytest")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Evaluation: what counts as right, and how model-written code is held
 # ---------------------------------------------------------------------------------------------------------------------
 
