@@ -1075,40 +1075,36 @@ PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
 
 
 def messages_of(row: dict) -> list[dict] | None:
-    """The chat in a row of data, as a template takes it, or None.
-
-    It is in `messages`, in `question` and `answer`, or in `prompt` and `completion`, each a text or
-    a list of messages. Parts of text are joined; with other parts, content stays a list.
-    """
+    """The chat in a row: `messages`, or `question` and `answer`, or `prompt` and `completion`, each
+    a text or a list of messages. Content in parts is joined, unless some are not text."""
     chat = row.get("messages")
     for ask, reply in (("question", "answer"), ("prompt", "completion"), ("prompt", "answer")):
         if chat is None and row.get(ask) is not None and row.get(reply) is not None:
-            sides = (("user", row[ask]), ("assistant", row[reply]))
-            chat = []
-            for role, side in sides:
-                chat += side if isinstance(side, list) else [{"role": role, "content": side}]
+            chat = turns(row[ask], "user") + turns(row[reply], "assistant")
     if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
         return None
     chat = without_padding(chat)
     for message in chat:
-        parts = message.get("content")
-        if isinstance(parts, (int, float)):  # "answer": 18
-            message["content"] = str(parts)
-        if isinstance(parts, list) and all(kind_of(part) == "text" for part in parts):
-            message["content"] = "".join(part.get("text", "") for part in parts)
+        content = message.get("content")
+        if isinstance(content, (int, float)):  # "answer": 18
+            message["content"] = str(content)
+        if isinstance(content, list):
+            others = [part for part in content if not is_text(part)]
+            message["content"] = others or "".join(part.get("text", "") for part in content)
     return chat
 
 
-def kind_of(part) -> str:
-    """What a part of a message's content is: "text", "image", …"""
-    return str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+def turns(side, role: str) -> list:
+    return side if isinstance(side, list) else [{"role": role, "content": side}]
+
+
+def is_text(part) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
 
 
 def without_padding(value):
-    """`value` without the nulls with which Parquet pads dicts; a null in a list is a value.
-
-    Also parses tool-call `arguments` that are JSON text, in which a null is a value, too.
-    """
+    """`value` without the nulls with which Parquet pads dicts, and with tool-call `arguments` that
+    are JSON text parsed. Nulls in lists and in JSON text are values, and stay."""
     if isinstance(value, list):
         return [without_padding(item) for item in value]
     if not isinstance(value, dict):
@@ -1121,10 +1117,9 @@ def without_padding(value):
 
 
 def read_rows(data: str, split: str) -> Sequence[dict]:
-    """Rows of a JSON file, of a folder, or of a data set NAME or NAME:CONFIG on the hub.
+    """Rows of a JSON or Parquet file, a folder, or a data set NAME or NAME:CONFIG on the hub.
 
-    A folder holds Parquet, or what `save_to_disk` of a data set wrote. Raises MarsError if there
-    are no rows.
+    A folder holds Parquet files, or what `save_to_disk` wrote. Raises MarsError without any rows.
     """
     path = Path(data)
     if path.suffix in (".json", ".jsonl", ".gz") or path.is_file() and path.suffix != ".parquet":
@@ -1133,10 +1128,9 @@ def read_rows(data: str, split: str) -> Sequence[dict]:
         from datasets import load_dataset, load_from_disk
 
         try:
-            if (path / "dataset_dict.json").exists():
-                rows = load_from_disk(path / split)
-            elif (path / "state.json").exists():
-                rows = load_from_disk(path)
+            saved = path / split if (path / "dataset_dict.json").exists() else path
+            if saved != path or (saved / "state.json").exists():
+                rows = load_from_disk(saved)
             elif path.is_file():
                 rows = load_dataset("parquet", data_files=data, split="train")
             else:
@@ -1150,28 +1144,23 @@ def read_rows(data: str, split: str) -> Sequence[dict]:
 
 
 def read_json(path: Path) -> list[dict]:
-    """Rows of a file with a JSON object on every line, or with one array of them; .gz is unpacked.
-
-    `datasets` would fail on half a surrogate pair, and read the text "9" as a number where a column
-    holds lists, too.
-    """
+    """Rows of a file with a JSON object on every line, or with an array of them."""
+    # `datasets` fails on half a surrogate pair, and reads "9" as a number in a mixed column.
     if not path.is_file():
         raise MarsError(f"there is no data file {path}")
-    rows, number = [], 1
+    rows, number, unpack = [], 1, gzip.open if path.suffix == ".gz" else open
     try:
-        unpack = gzip.open if path.suffix == ".gz" else open
         with unpack(path, "rt", encoding="utf-8-sig", errors="replace") as file:
             is_array = file.readline().lstrip().startswith("[")
             file.seek(0)
             for number, text in enumerate([file.read()] if is_array else file, 1):
-                found = json.loads(text.rstrip()) if text.strip() else []
-                rows += map(dict, found if is_array else [found] if found else [])
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise MarsError(f"cannot unpack {path}: {first_line(error)}") from None
-    except (ValueError, TypeError) as error:
+                if text.strip():
+                    found = json.loads(text.rstrip())
+                    rows += map(dict, found if is_array else [found])
+    except (EOFError, OSError, zlib.error, ValueError, TypeError) as error:
         number += getattr(error, "lineno", 1) - 1  # within an array
-        advice = "write one on every line, or an array of them"
-        raise MarsError(f"{path}, line {number} is not a JSON object: {advice}") from None
+        problem = getattr(error, "msg", error)
+        raise MarsError(f"{path}, line {number} is not a JSON object: {problem}") from None
     return rows
 
 
@@ -1180,15 +1169,11 @@ def first_line(error: Exception) -> str:
 
 
 def render(tokenizer, messages: list[dict], tools=None, **options) -> str:
-    """The text of a chat as the template writes it; `tools` may be JSON text.
-
-    Raises MarsError for what the template refuses and for what it would get wrong.
-    """
+    """The text of a chat as the template writes it. Raises MarsError where that would be wrong."""
     for message in messages:
-        content = message.get("content")
-        if isinstance(content, (list, dict)):
-            kinds = ", ".join(kind_of(part) for part in content)
-            raise MarsError(f"content that is not text alone ({kinds})")
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            raise MarsError(f"content that is not text: {str(content)[:40]}")
     written = json.dumps([messages, tools], ensure_ascii=False, default=str)
     if '"arguments": "' in written:
         raise MarsError("tool-call arguments that are not JSON")
@@ -1203,16 +1188,14 @@ def apply_template(tokenizer, messages: list[dict], tools=None, **options) -> st
     try:
         tools = json.loads(tools) if tools and isinstance(tools, str) else tools
         return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
-    except Exception as error:  # some templates refuse system turns, or two questions in a row
+    except Exception as error:  # some refuse system turns, say, or two questions in a row
         raise MarsError(f"refused by the chat template ({first_line(error)})") from None
 
 
 @functools.lru_cache(8)
 def control_tokens(tokenizer, size: int) -> re.Pattern:
-    """What no message may spell out: special tokens and the end of a turn, as a pattern.
-
-    `size` is len(tokenizer), which tells when a mask token has been added.
-    """
+    """What no message may spell out: special tokens and the end of a turn. `size` is
+    len(tokenizer), for the cache: a mask token may have been added."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     names.add(tokenizer.convert_ids_to_tokens(closing_token(tokenizer)))
     return re.compile("|".join(re.escape(name) for name in names if name.strip()))
@@ -1227,11 +1210,11 @@ def question_ids(tokenizer, row: dict) -> list[int]:
 @functools.cache
 def closing_token(tokenizer) -> int:
     """The token that ends an assistant's turn in the chat template, else the end token."""
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "@@"}]
-    tail = apply_template(tokenizer, chat).rpartition("@@")[2]
-    added = [token for token in ids_of(tokenizer, tail) if token in tokenizer.added_tokens_decoder]
+    chat = turns("Hi", "user") + turns("@@", "assistant")
+    tail = ids_of(tokenizer, apply_template(tokenizer, chat).rpartition("@@")[2])
+    added = [token for token in tail if token in tokenizer.added_tokens_decoder]
     if not added and tokenizer.eos_token_id is None:
-        raise MarsError("the tokenizer has no end token, and its chat template writes none")
+        raise MarsError("neither the tokenizer nor its chat template has an end token")
     return added[0] if added else tokenizer.eos_token_id
 
 
@@ -1241,16 +1224,13 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 
 def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids of a chat up to where the assistant is to answer; MarsError as in `render`."""
+    """The token ids of a chat up to the assistant's answer. Raises MarsError as `render` does."""
     return ids_of(tokenizer, render(tokenizer, messages, add_generation_prompt=True))
 
 
 def encode(tokenizer, row: dict, max_length: int = 512):
-    """([(prompt ids, response ids), …], [why a turn is unusable, …]) of a row of data.
-
-    There is an example for every assistant turn, cut at `max_length` tokens. A response that is not
-    cut ends with its end token.
-    """
+    """([(prompt ids, response ids), …], [why a turn is unusable, …]) of a row of data: an example
+    for every assistant turn, through its end token or cut at `max_length` tokens."""
     examples, problems, messages = [], [], messages_of(row) or []
     for i, message in enumerate(messages):
         if message.get("role") == "assistant":
@@ -1262,7 +1242,7 @@ def encode(tokenizer, row: dict, max_length: int = 512):
                 if row.get("stop") == "length":  # an answer of ours that was cut: it does not end there
                     response = response[:-1]
                 examples.append((prompt, response[: max_length - len(prompt)]))
-            except Exception as error:  # from the template or the tokenizer
+            except Exception as error:  # whatever the template or the tokenizer raises
                 problems.append(first_line(error))
     if not examples and not problems:
         problems.append("no assistant turn")
@@ -1270,10 +1250,8 @@ def encode(tokenizer, row: dict, max_length: int = 512):
 
 
 def encode_turn(tokenizer, messages: list[dict], tools) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a chat that ends with an assistant's turn.
-
-    Few templates mark what the assistant generates: the chat is rendered with it and without it.
-    """
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn. Few templates mark
+    what the assistant generates: the chat is rendered with its last turn and without it."""
     if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
         raise MarsError("empty response")
     start = render(tokenizer, messages[:-1], tools, add_generation_prompt=True)
@@ -1286,8 +1264,7 @@ def encode_turn(tokenizer, messages: list[dict], tools) -> tuple[list[int], list
     response = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:  # a token reaches over the border, where decoding begins
         response = ids_of(tokenizer, full[len(start) :])
-    # What the template writes after the end token (often a newline) is never generated.
-    response = until_end(response, {end})
+    response = until_end(response, {end})  # what the template writes after it is never generated
     return prompt, response if response[-1:] == [end] else [*response, end]
 
 

@@ -983,8 +983,8 @@ BROKEN_CALL = [{"function": {"name": "count", "arguments": '{"of": "figs'}}]
     ("chatml", {"question": "a", "answer": " "}, "empty response"),
     ("chatml", chat_with(content=None), "empty response"),
     ("chatml", chat_with(content=[]), "empty response"),
-    ("chatml", chat_with(IMAGE, content="a"), "content that is not text alone (text, image_url)"),
-    ("chatml", chat_with(content={"a": "b"}), "content that is not text alone"),
+    ("chatml", chat_with(IMAGE, content="a"), "content that is not text: [{'type': 'image_url'"),
+    ("chatml", chat_with(content={"a": "b"}), "content that is not text: {"),
     ("chatml", chat_with("<|mask|>", content="a"), "the control token <|mask|> is written out"),
     ("chatml", chat_with(content="a <|end|>."), "the control token <|end|> is written out"),
     ("chatml", chat_with(content="a</s>"), "the control token </s> is written out"),
@@ -1066,7 +1066,7 @@ def test_rows_are_read_from_files_of_every_kind(tmp_path, monkeypatch):
     ("a.jsonl", "[1]\n", "line 1 is not"), ("a.jsonl", '{"a": 1}\n9', "line 2 is not"),
     ("a.json", '[{"a": 1},\n{"a" 1}]', "line 2 is not"), ("a.json", '{\n"a": 1}', "line 1 is not"),
     ("a.json", "[]", "is empty"), ("a.jsonl", "\n", "is empty"),
-    ("a.jsonl.gz", "{}", "cannot unpack"), ("b.jsonl", "", "no data file"),
+    ("a.jsonl.gz", "{}", "a JSON object: Not a gzipped"), ("b.jsonl", "", "no data file"),
     ("b", "", "cannot load"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named_with_its_line(name, text, problem, tmp_path):
