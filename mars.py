@@ -68,7 +68,7 @@ class MarsError(ValueError):
     """A mistake of the user's: one line that says what is wrong and what to do."""
 
 
-def require(right: bool, problem: str) -> None:
+def require(right: bool, problem: str):
     if not right:
         raise MarsError(problem)
 
@@ -362,7 +362,7 @@ class SlotCache:
             buffer.flatten(0, 1).index_copy_(0, self.target, new.transpose(1, 2).flatten(0, 1))
         return tuple(buffer[self.rows, : self.width].transpose(1, 2) for buffer in self.layers[layer])
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, source: int, target: int):
         """Let line `source` take the place of line `target`."""
         for buffer in itertools.chain(*self.layers):
             buffer[target] = buffer[source]
@@ -433,7 +433,7 @@ class DraftScheduler:
         self.passes += 1
         return self.most if self.plan == "at once" or self.plan == "in turns" and not drafts else 0
 
-    def record(self, rows: int, tokens: int, seconds: float) -> None:
+    def record(self, rows: int, tokens: int, seconds: float):
         """Count what a pass committed; after the eighth, update the rate of the plan."""
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         if self.passes % 8 == 0:
@@ -780,7 +780,7 @@ class Training:
         optimizer = state_dict.get_optimizer_state_dict(self.loss, self.optimizer, options=options)
         return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
-    def restore(self, rest: dict) -> None:
+    def restore(self, rest: dict):
         self.step, options = rest["step"], state_dict.StateDictOptions(full_state_dict=True)
         state_dict.set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
         self.schedule.load_state_dict(rest["schedule"])
@@ -878,7 +878,7 @@ def load(path: str, device: str | None = None, dtype=None, need_template: bool =
     return model, tokenizer
 
 
-def greedy_config(model, tokenizer) -> None:
+def greedy_config(model, tokenizer):
     """Reduce the generation config to greedy decoding, so that ours and Hugging Face's stop alike.
 
     It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the
@@ -902,7 +902,7 @@ def greedy_config(model, tokenizer) -> None:
     )
 
 
-def check_tokenizer(model, tokenizer) -> None:
+def check_tokenizer(model, tokenizer):
     """Refuse a tokenizer that can produce a token for which the model has no embedding.
 
     A special token that the chat template does not write never occurs, because `render` refuses it
@@ -917,10 +917,10 @@ def check_tokenizer(model, tokenizer) -> None:
 
 
 @functools.lru_cache(1)
-def check_model(model) -> None:
+def check_model(model):
     """Refuse a model for which our masks, positions, cache or output layer would be wrong."""
 
-    def require(right: bool, reason: str) -> None:
+    def require(right: bool, reason: str):
         if not right:
             raise MarsError(f"{model.config.model_type} is not supported: {reason}")
 
@@ -1004,7 +1004,7 @@ def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
     return tokenizer.mask_token_id
 
 
-def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None) -> None:
+def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None):
     """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
     model.config.mars_block_size = block_size if block_size > 1 else None
     model.config.mars_mask_token_id = mask_id if block_size > 1 else None
@@ -1022,7 +1022,7 @@ def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights:
 # OUT/STAGE, OUT/STAGE.partial and OUT/STAGE.partial.old is whole.
 
 
-def replace(source: Path, target: Path) -> None:
+def replace(source, target):
     """Rename folder `source` to `target`; what `target` was stays beside it until that is done."""
     old = target.with_name(target.name + ".old")
     if target.exists():
@@ -1032,7 +1032,7 @@ def replace(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_checkpoint(training: Training, tokenizer, folder: Path, settings: dict) -> None:
+def write_checkpoint(training, tokenizer, folder, settings):
     """Write OUT/STAGE.partial, or raise MarsError; the checkpoint before it is then still there."""
     weights, rest = training.state()
     new, problem = folder.with_name(folder.name + ".new"), [None]
@@ -1052,7 +1052,7 @@ def write_checkpoint(training: Training, tokenizer, folder: Path, settings: dict
     require(not problem[0], f"cannot write {folder} at step {training.step} ({problem[0]}): {kept}")
 
 
-def find_checkpoint(out: Path, stage: str, start: str, resume: bool) -> Path | None:
+def find_checkpoint(out, stage, start, resume):
     """What --resume continues from: OUT/STAGE, which is finished, or the last checkpoint. Without --resume
     only what was trained from the same model may be trained anew."""
     for name in (stage, f"{stage}.partial", f"{stage}.partial.old"):
@@ -1201,10 +1201,10 @@ def control_tokens(tokenizer, size: int) -> re.Pattern:
     return re.compile("|".join(re.escape(name) for name in names if name.strip()))
 
 
-def question_ids(tokenizer, row: dict) -> list[int]:
-    """The token ids of a row's conversation up to its last answer, which is to be given."""
-    messages = messages_of(row)
-    return chat_ids(tokenizer, messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+def question_of(row: dict) -> list[dict]:
+    """The messages of a row up to its last answer, which is to be given."""
+    messages = messages_of(row) or []
+    return messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
 
 
 @functools.cache
@@ -1412,7 +1412,7 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
             }  # fmt: skip
 
 
-def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size: int, repeats: int) -> list[dict]:
+def bench_train(model, examples, block_size, mask_id, batch_size, repeats):
     """Time optimiser steps of AR and of MARS training on the same batch, in turns: medians, and peak memory.
 
     Every turn has a fresh optimiser and takes five steps, of which the first two, a warm-up, do not count.
@@ -1430,7 +1430,7 @@ def bench_train(model, examples: list, block_size: int, mask_id: int, batch_size
     return [row("ar", ar_ms, ar_mb), row("mars", ms, mb) | {"time_ratio": ms / ar_ms, "memory_ratio": mb / ar_mb}]
 
 
-def peak_memory(device: torch.device, reset: bool = False) -> float:
+def peak_memory(device, reset=False):
     """The peak of memory since the last reset, in MB: CUDA's, or the process's on Linux; NaN elsewhere."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats() if reset else None
@@ -1448,7 +1448,7 @@ def peak_memory(device: torch.device, reset: bool = False) -> float:
 
 
 @contextlib.contextmanager
-def process_group(device: str | None) -> Iterator[None]:
+def process_group(device):
     """Join the processes that torchrun has started, if there are any and they have not met yet."""
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
@@ -1463,7 +1463,7 @@ def process_group(device: str | None) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def train_command(args) -> None:
+def train_command(args):
     toy, out = args.model == "toy", Path(args.out or f"runs/{Path(args.model).name}")
     stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
     require(toy or args.data, "name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
@@ -1493,7 +1493,7 @@ def train_command(args) -> None:
             start = str(out / stage)
 
 
-def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[array, array]]:
+def tokenize(tokenizer, rows, max_length):
     """All examples of the data, four bytes a token; prints how many there are, and what is unusable."""
     examples, problems, unusable = [], Counter(), 0
     for row in progress(rows, desc="tokenize", leave=False):
@@ -1507,7 +1507,7 @@ def tokenize(tokenizer, rows: Sequence[dict], max_length: int) -> list[tuple[arr
     return examples
 
 
-def train_stage(args, folder: Path, start: str, model, tokenizer, mask_id: int, examples: list, found: Path | None):
+def train_stage(args, folder, start, model, tokenizer, mask_id, examples, found):
     """Train OUT/STAGE, from the checkpoint `found` on if there is one; Ctrl-C and SIGTERM write one first."""
     stage, size = folder.name, args.batch_size * args.accumulate * processes()[1]
     steps = args.max_steps or math.ceil(args.epochs * len(examples) / size)
@@ -1539,7 +1539,7 @@ def train_stage(args, folder: Path, start: str, model, tokenizer, mask_id: int, 
         dist.barrier()
 
 
-def run_steps(reports: Iterator[dict], training: Training, tokenizer, partial: Path, settings: dict, save_every: int):
+def run_steps(reports, training, tokenizer, partial, settings, save_every):
     """Print how training goes and write checkpoints, until it ends or is stopped."""
     bar = progress(reports, desc=partial.stem, total=training.steps, initial=training.step, unit="step")
     recent, since = [], time.perf_counter()
@@ -1557,7 +1557,7 @@ def run_steps(reports: Iterator[dict], training: Training, tokenizer, partial: P
                 raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: --resume continues")
 
 
-def describe(reports: list[dict], seconds: float) -> str:
+def describe(reports, seconds):
     """A line about some steps: mean losses, how often each mask of a block is right, response tokens per second."""
     nll, hits, count = (sum(report[name] for report in reports) for name in ("nll", "hits", "count"))  # [B + 1]
     line = f"step {reports[-1]['step']:5}  AR loss {nll[0] / count[0]:.3f}"
@@ -1568,11 +1568,11 @@ def describe(reports: list[dict], seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests():
     """Catch Ctrl-C and SIGTERM; yields a function that tells whether any process has received one."""
     caught = []
 
-    def requested() -> bool:
+    def requested():
         answers = [bool(caught)] * processes()[1]
         if dist.is_initialized():
             dist.all_gather_object(answers, bool(caught))
@@ -1587,7 +1587,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def progress(items: Iterable, **options) -> tqdm:
+def progress(items, **options):
     """A bar on a terminal, on rank 0 only."""
     return tqdm(items, disable=True if processes()[0] else None, **options)
 
@@ -1595,14 +1595,14 @@ def progress(items: Iterable, **options) -> tqdm:
 SHADES = ("48;5;24", "48;5;22", "48;5;53")  # of successive passes or blocks: blue, green, purple
 
 
-def paint(text: str, background: str) -> str:
+def paint(text, background):
     """Text on a coloured background; line ends stay outside, or the whole line would be coloured."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return "\n".join(f"\x1b[38;5;231;{background}m{part}\x1b[0m" if part else "" for part in text.split("\n"))
 
 
-def show_example(tokenizer, example: Example, block_size: int, mask_id: int, full_block: bool) -> None:
+def show_example(tokenizer, example, block_size, mask_id, full_block):
     """Print an example as it is trained, a position a line: what the clean token and the mask there learn to
     predict, and what the mask sees: `x<4` is the prompt, x_0 … x_3, and the masks of its colour up to itself."""
     prompt, response, phase = example
@@ -1622,7 +1622,7 @@ def show_example(tokenizer, example: Example, block_size: int, mask_id: int, ful
         print(line.rstrip())
 
 
-def answer(model, tokenizer, question: str, options: dict) -> dict:
+def answer(model, tokenizer, question, options):
     """Print the answer to one question as it is decoded, a shade for each pass, and what it took."""
     prompt = chat_ids(tokenizer, [{"role": "user", "content": question}])
     tokens, steps, shown, start = [], [], "", time.perf_counter()
@@ -1640,7 +1640,7 @@ def answer(model, tokenizer, question: str, options: dict) -> dict:
     return {"prompt": question, "answer": shown, "tokens": tokens, "steps": steps, "stop": stop, "seconds": seconds}
 
 
-def generate_command(args) -> None:
+def generate_command(args):
     model, tokenizer = load(args.model, args.device, args.dtype)
     names = ("max_new_tokens", "threshold", "lossless", "metric", "temperature", "seed", "block_size")
     options = {name: getattr(args, name) for name in names}
@@ -1649,30 +1649,20 @@ def generate_command(args) -> None:
     stream(model, [], **options)  # raises for options out of range
     if args.data or args.out:
         return answer_rows(args, model, tokenizer, options)
-    questions = args.prompt or ([] if sys.stdin.isatty() else [sys.stdin.read().strip()])
-    require("" not in questions, "there is no question: give one as an argument, or pipe one in")
-    if questions:
+    if args.prompt or not sys.stdin.isatty():
+        questions = args.prompt or [sys.stdin.read().strip()]
+        require("" not in questions, "there is no question: give one as an argument, or pipe one in")
         return write_results(args, model, [answer(model, tokenizer, question, options) for question in questions])
-    print("Each question stands alone. /threshold 0.8 turns the knob, /lossless verifies drafts, Ctrl-D leaves.\n> ", end="")
-    for line in map(str.strip, sys.stdin):
-        try:
-            if line.startswith("/"):
-                threshold = None if line == "/lossless" else float(line.removeprefix("/threshold"))
-                changed = options | {"threshold": threshold, "lossless": threshold is None}
-                stream(model, [], **changed)
-                options = changed
-            elif line:
-                answer(model, tokenizer, line, options)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-        print("> ", end="", flush=True)
+    print("Each question stands alone; Ctrl-D leaves.")
+    for line in sys.stdin:
+        if line.strip():
+            answer(model, tokenizer, line.strip(), options)
 
 
-def answer_rows(args, model, tokenizer, options: dict) -> None:
+def answer_rows(args, model, tokenizer, options):
     """Answer the questions of --data in a continuous batch: a line of --out for each, which `train` takes as data."""
     require(args.data and args.out, "--data and --out belong together: whose questions, and a file for the answers")
-    chats = [messages_of(row) or [] for row in load_rows(args.data, args.split)][: args.limit]
-    chats = [chat[:-1] if chat and chat[-1].get("role") == "assistant" else chat for chat in chats]
+    chats = [question_of(row) for row in load_rows(args.data, args.split)][: args.limit]
     out, todo, prompts = Path(args.out), [], []
     lines = [line for line in out.read_text().splitlines(True) if line.endswith("\n")] if out.exists() else []
     done = {record["index"]: record["prompt"] for record in map(json.loads, lines)}
@@ -1684,7 +1674,6 @@ def answer_rows(args, model, tokenizer, options: dict) -> None:
                 prompts.append(chat_ids(tokenizer, chat))
                 todo.append(i)
     out.write_text("".join(lines))  # without a last line that was cut short
-    tokens = passes = 0
     with open(out, "a") as file:
         answers = finished(model, prompts, batch_size=args.batch_size, **options)
         for n, found in progress(answers, total=len(prompts), desc="answers"):
@@ -1692,9 +1681,8 @@ def answer_rows(args, model, tokenizer, options: dict) -> None:
             record = {"index": todo[n], "prompt": chats[todo[n]], "answer": text, "steps": found.steps, "stop": found.stop}
             file.write(json.dumps(record) + "\n")
             file.flush()
-            tokens, passes = tokens + len(found.tokens), passes + len(found.steps)
-    print(f"{len(prompts)} answers → {out}, {len(done)} were there, {len(chats) - len(prompts) - len(done)} unusable; "
-          f"{tokens / max(passes, 1):.2f} tokens per pass")  # fmt: skip
+    unusable = len(chats) - len(prompts) - len(done)
+    print(f"{len(prompts)} answers → {out}, {len(done)} were there before, {unusable} questions are unusable")
 
 
 TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "tokens_per_forward": "tokens/pass",
@@ -1702,18 +1690,18 @@ TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "
           "latency_p50": "p50 s", "latency_p95": "p95 s", "mean_threshold": "mean τ"}  # fmt: skip
 
 
-def print_table(rows: Iterable[dict], names: str) -> list[dict]:
-    """Print these columns of the rows as they come; returns the rows."""
+def print_table(rows, names):
+    """Print the columns `names` of the rows as they come; returns the rows."""
 
-    def cell(name: str, value) -> str:
-        if not isinstance(value, float):
-            return "-" if value is None else str(value)
-        if name in ("accuracy", "standard_error"):
+    def cell(name, value):
+        if name in ("accuracy", "standard_error") and value is not None:
             return f"{value:.1%}"
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+        if isinstance(value, float):
+            return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+        return "-" if value is None else str(value)
 
     titles, done = [TITLES.get(name, name) for name in names.split()], []
-    line = lambda cells: print("  ".join(f"{c:>{max(8, len(t))}}" for c, t in zip(cells, titles)), flush=True)
+    line = lambda cells: print("  ".join(c.rjust(max(8, len(t))) for c, t in zip(cells, titles)), flush=True)
     line(titles)
     for row in rows:
         line([cell(name, row.get(name)) for name in names.split()])
@@ -1721,29 +1709,33 @@ def print_table(rows: Iterable[dict], names: str) -> list[dict]:
     return done
 
 
-def hardware(model) -> str:
+def hardware(model):
     """One line on what a figure was measured with."""
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if os.path.exists("/proc/cpuinfo") else None
-    name = torch.cuda.get_device_name() if model.device.type == "cuda" else cpu[1] if cpu else platform.processor()
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
+    cpu = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else None
+    name = found[1] if found else platform.processor()
+    if model.device.type == "cuda":
+        name = torch.cuda.get_device_name()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return f"{name}, {torch.get_num_threads()} threads, {str(model.dtype).removeprefix('torch.')}, {versions}"
 
 
-def write_results(args, model, rows: list[dict], **more) -> None:
+def write_results(args, model, rows, **more):
     """Write the rows of a run, with its settings and what it ran on, to --json FILE."""
     if args.json:
         settings = {name: value for name, value in vars(args).items() if not callable(value)}
-        Path(args.json).write_text(json.dumps({"rows": rows, **more, "settings": settings, "hardware": hardware(model)}, indent=1) + "\n")
+        results = {"rows": rows, **more, "settings": settings, "hardware": hardware(model)}
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
 
-def bench_command(args) -> None:
+def bench_command(args):
     model, tokenizer = load(args.model, args.device, args.dtype)
     rows = load_rows(args.data, args.split or ("train" if args.train else "test"))
     rows, trained = list(itertools.islice(filter(messages_of, rows), args.limit)), trained_block_size(model)
     print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
     if args.train:
         mask_id = choose_mask_token(model, tokenizer, args.mask_token)
-        examples = tokenize(tokenizer, rows, min(args.max_length, window(model)))
+        examples = tokenize(tokenizer, rows, min(512, window(model)))
         results = bench_train(model.float(), examples, max(4, trained), mask_id, args.batch_sizes[0], args.repeats)
         print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
         return write_results(args, model, results)
@@ -1752,7 +1744,7 @@ def bench_command(args) -> None:
     thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained > 1 else []
     for threshold in thresholds:
         bounds_for(threshold, args.metric, trained)  # raises before the timing begins
-    prompts = [question_ids(tokenizer, row) for row in rows]
+    prompts = [chat_ids(tokenizer, question_of(row)) for row in rows]
     print(f"{len(prompts)} prompts, medians of --repeats {args.repeats}")
     options = (args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, args.lossless)
     columns = "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit"
@@ -1762,42 +1754,33 @@ def bench_command(args) -> None:
     write_results(args, model, results)
 
 
-def positive(text: str) -> int:
+def positive(text):
     """An argparse type: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
-def above_zero(text: str) -> float:
+def above_zero(text):
     """An argparse type: a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
+    if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
+    return float(text)
 
 
-def numbers(kind: Callable) -> Callable[[str], list]:
+def numbers(kind):
     """An argparse type: "1,8" as a list of numbers."""
-
-    def parse(text: str) -> list:
-        try:
-            return [kind(part) for part in text.split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 1,8") from None
-
+    parse = lambda text: [kind(part) for part in text.split(",")]
+    parse.__name__ = "list of numbers"  # in the error message
     return parse
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    def error(self, message):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
-def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
+def run(parser, argv):
     """Run the command that was asked for; bad input is one line and exit status 2."""
     for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):  # not a console's
@@ -1818,7 +1801,7 @@ def run(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
             sys.exit(130)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser):
     """Options of every command that decodes."""
     add = parser.add_argument
     add("--model", default="runs/toy/mars", help="checkpoint folder or hub id (default %(default)s)")
@@ -1829,7 +1812,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="also write the results here")
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None):
     parser = Parser(description=__doc__.split("\n")[0], epilog="https://arxiv.org/abs/2604.07023")
     commands = parser.add_subparsers(required=True, metavar="train|generate|bench")
 
@@ -1839,33 +1822,33 @@ def main(argv: list[str] | None = None) -> None:
     add("--model", default="toy", help="toy, a checkpoint folder, or a hub id (default %(default)s)")
     add("--data", help="toy, FILE.jsonl, a data set folder, or a hub id NAME[:CONFIG]")
     add("--split", default="train", help="split of the data set (default %(default)s)")
-    add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or one after the other")
+    add("--stage", choices=["both", "ar", "mars"], default="both", help="AR fine-tuning, MARS, or both in turn")
     add("--out", help="where OUT/ar and OUT/mars go (default runs/NAME)")
     add("--block-size", type=int, default=4, help="B: a pass predicts B tokens (default %(default)s)")
     add("--max-steps", type=positive, help="optimiser steps of each stage (default: by --epochs, or the toy's own)")
     add("--epochs", type=above_zero, default=1.0, help="visits of the data (default %(default)s; the paper: 5)")
-    add("--batch-size", type=positive, help="examples in a forward pass of each process (default: 32 for the toy, else 4)")
+    add("--batch-size", type=positive, help="examples in a forward pass of each process (toy: 32, else 4)")
     add("--accumulate", type=positive, default=1, help="forward passes in an optimiser step (default %(default)s)")
-    add("--max-length", type=positive, default=512, help="prompt and response, in tokens; more is cut (default %(default)s)")
-    add("--lr", type=above_zero, help="peak learning rate (default: 5e-3 for the toy, else 1e-4; the paper: 5e-6)")
+    add("--max-length", type=positive, default=512, help="tokens of an example; more is cut (default %(default)s)")
+    add("--lr", type=above_zero, help="peak learning rate (toy: 5e-3, else 1e-4; the paper: 5e-6)")
     add("--ar-weight", type=float, default=1.0, help="of the AR loss in stage mars; 0 is the paper's ablation")
     add("--mask-token", help="name of the token that serves as the mask (default: the model's own, or a spare one)")
     add("--fixed-phase", action="store_true", help="count blocks from the first response token, as in the paper")
-    add("--full-block", action="store_true", help="train all B masks of a block, as in the paper; the decoder reads B-1")
+    add("--full-block", action="store_true", help="train all B masks of a block, as in the paper")
     add("--seed", type=int, default=0, help="of data, weights, order and phases (default %(default)s)")
-    add("--save-every", type=positive, default=100, help="optimiser steps between checkpoints (default %(default)s)")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints (default %(default)s)")
     add("--resume", action="store_true", help="continue an interrupted run, exactly as if it had not been")
-    add("--shard", action="store_true", help="under torchrun: share weights and optimiser state among processes (FSDP2)")
+    add("--shard", action="store_true", help="under torchrun: share weights and optimiser state (FSDP2)")
     add("--gradient-checkpointing", action="store_true", help="less memory, about a third more time")
-    add("--show-examples", type=positive, default=0, metavar="N", help="first print N examples as they are trained")
+    add("--show-examples", type=positive, default=0, metavar="N", help="print N examples as they are trained")
     add("--device", help="cpu, cuda, … (default: cuda where there is one)")
 
     g = commands.add_parser("generate", help="answer questions, several tokens per pass")
     g.set_defaults(run=generate_command)
     add = g.add_argument
-    add("prompt", nargs="*", help="questions; without one, a chat on a terminal, or what is piped in")
-    add("--threshold", type=float, help="commit a mask's prediction from this confidence on; 1 is AR (default 0.95)")
-    add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is that of AR")
+    add("prompt", nargs="*", help="questions; without one, those typed on the terminal, or what is piped in")
+    add("--threshold", type=float, help="commit from this confidence on; 1 is AR (default 0.95)")
+    add("--lossless", action="store_true", help="instead of a threshold: verify every draft; the output is AR's")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
     add("--block-size", type=int, help="decode with smaller blocks than were trained")
     add("--data", help="answer all questions of this data, as in train")
@@ -1888,7 +1871,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--repeats", type=positive, default=5, help="timed runs of each mode (default %(default)s)")
     add("--train", action="store_true", help="time optimiser steps of AR and MARS training instead")
     add("--mask-token", help="with --train, as in train")
-    add("--max-length", type=positive, default=512, help="with --train, as in train (default %(default)s)")
     add_model_options(b)
     run(parser, argv)
 

@@ -1345,7 +1345,7 @@ def talking(tmp_path_factory):
             weight *= 8 if weight.ndim > 1 else 1  # otherwise an untrained model repeats one token
     mars.save(model, tokenizer, folder, B, tokenizer.mask_token_id)
     tokenizer.padding_side = "left"
-    ask = lambda row: tokenizer.decode(mars.question_ids(tokenizer, row))
+    ask = lambda row: tokenizer.decode(mars.chat_ids(tokenizer, mars.question_of(row)))
     return str(folder), tokenizer, tokenizer([ask(row) for row in mars.toy_rows("test", 8)], padding=True, return_tensors="pt")
 
 
@@ -1413,7 +1413,7 @@ def test_a_file_of_questions_is_answered_and_learnt_from(talking, tmp_path, caps
     assert "5 answers" in capsys.readouterr().out
     records = [json.loads(line) for line in out.read_text().splitlines()]
     model = mars.load(folder, "cpu")[0]
-    expected = mars.generate(model, [mars.question_ids(tokenizer, row) for row in rows], 12, 1.0)
+    expected = mars.generate(model, [mars.chat_ids(tokenizer, mars.question_of(row)) for row in rows], 12, 1.0)
     assert sorted(r["index"] for r in records) == [0, 1, 2, 4, 5]
     for record, row, want in zip(sorted(records, key=lambda r: r["index"]), rows, expected):
         assert record["prompt"] == [{"role": "user", "content": row["question"]}] and record["steps"] == want.steps
