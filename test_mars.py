@@ -831,8 +831,8 @@ def test_toy_problems_are_disjoint_and_solvable():
     assert not {row["key"] for row in training} & {row["key"] for row in held_out}
     assert held_out == mars.toy_rows("test", 1000) != mars.toy_rows("test", 1000, seed=1)
     for row in held_out:
-        assert evaluation.score_toy(row, row["answer"], None)["correct"]
-        assert not evaluation.score_toy(row, row["answer"] + "1", None)["correct"]
+        assert evaluation.score_number(row, row["answer"], None)["correct"]
+        assert not evaluation.score_number(row, row["answer"] + "1", None)["correct"]
 
 
 def test_the_response_is_found_and_ends_with_its_end_token():
@@ -1558,7 +1558,7 @@ def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
     assert evaluation.run_program("pass") is None
 
 
-QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 8)]
+QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 16)[::2]]
 
 
 def test_problems_are_read_from_a_data_set_folder(tmp_path):
@@ -1606,7 +1606,7 @@ def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys, at_once):
         evaluation.main(f"{common} --samples {tmp_path}/notes --resume".split())
     assert "not of a samples file" in capsys.readouterr().err and (tmp_path / "notes").read_text() == "precious"
     before = samples.read_text()
-    for change, complaint in (("", "--resume"), ("--resume --max-new-tokens 9", "max_new_tokens 8, not 9")):
+    for change, complaint in (("", "--resume"), ("--resume --max-new-tokens 9", "another max_new_tokens")):
         with pytest.raises(SystemExit):
             evaluation.main(f"{common} --samples {samples} {change}".split())
         assert complaint in capsys.readouterr().err and samples.read_text() == before
@@ -1623,7 +1623,7 @@ def test_several_processes_report_what_one_does(checkpoint, tmp_path, capsys):
     assert shared.returncode == 0, shared.stderr
     assert figures(json.loads((tmp_path / "b.json").read_text())["rows"]) == figures(alone)
     records = [json.loads(line) for line in (tmp_path / "b").read_text().splitlines()]
-    assert len(records) == 10 and {record["rank"] for record in records} == {0, 1} and shared.stdout.count("tokens/pass") == 1
+    assert len(records) == 10 and shared.stdout.count("tokens/pass") == 1
 
 
 def test_humaneval_keeps_programs_until_it_may_run_them(checkpoint, tmp_path, capsys):
@@ -1642,7 +1642,7 @@ def test_humaneval_keeps_programs_until_it_may_run_them(checkpoint, tmp_path, ca
 @pytest.mark.parametrize("command, complaint", [
     ("arc --model {ok}", "arc"), ("gsm8k --model {ok} --data {tmp}/none.jsonl", "no data file"), ("gsm8k --model {ok} --data {tmp}/empty.jsonl", "is empty"),
     ("gsm8k --model {ok} --data {tmp}/columns.jsonl", "'answer'"), ("humaneval --model {ok} --run-code --data {tmp}/columns.jsonl", "'task_id'"),
-    ("gsm8k --model {ok} --data {tmp}/bad.gz", "unpack"), ("gsm8k --model {ok} --data {tmp}/ok.jsonl --limit 0", "at least 1"),
+    ("gsm8k --model {ok} --data {tmp}/bad.gz", "end-of-stream"), ("gsm8k --model {ok} --data {tmp}/ok.jsonl --limit 0", "at least 1"),
     ("gsm8k --model {plain} --data {tmp}/ok.jsonl", "no chat template"), ("gsm8k --model {ok} --data {tmp}/none --limit 1", "cannot load"),
     ("gsm8k --model {ok} --data {tmp}/ok.jsonl --thresholds 0.5,2", "out of range"), ("toy --model {ok} --resume", "--samples"),
     ("toy --model {ok} --json {tmp}/none/x.json", "no folder"), ("humaneval --model {ok} --data {tmp}/ok.jsonl", "'task_id'"),
@@ -1671,7 +1671,7 @@ def test_a_bad_evaluation_is_one_line_and_writes_nothing(command, complaint, che
 def test_the_frontier_is_drawn_where_matplotlib_is(checkpoint, tmp_path, capsys, monkeypatch):
     """--plot needs matplotlib, and says so before the work begins."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         evaluation.main(f"toy --model {checkpoint} --plot {tmp_path}/f.png".split())
     assert "pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "f.png").exists()
