@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
@@ -1112,10 +1113,12 @@ def test_examples_are_shown_as_they_are_trained(capsys):
     (3, False, "<|new|>", "<|new|>"),
     (3, True, "<|new|>", "<|new|>"),  # a name goes before the tokenizer's own
     (0, False, "<|spare|>", "<|spare|>"),  # an unused special token by name (SmolLM2)
-    (0, False, None, None), (0, False, "Ann", None), (3, False, "Ann", None), (0, False, "<|end|>", None), (0, False, "<|new|>", None),
+    (0, False, None, None), (0, False, "Ann", None), (3, False, "Ann", None),
+    (3, True, "Ann", None),
+    (0, False, "<|end|>", None), (0, False, "<|new|>", None),
 ])  # fmt: skip
 def test_the_mask_token_takes_a_row_that_is_there(spare, own, name, token, tmp_path):
-    """The tokenizer's own mask token, else a spare row, else an unused special token by name, else an error with the candidates."""
+    """The tokenizer's own, else a row without a token, else an unused special token by name."""
     model, tokenizer = mars.toy_model()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|spare|>"]})
     if not own:  # an unused special token like any other
@@ -1128,25 +1131,46 @@ def test_the_mask_token_takes_a_row_that_is_there(spare, own, name, token, tmp_p
         assert "<|spare|>" in str(error.value) and "<|end|>," not in str(error.value)
         return
     mask_id = mars.choose_mask_token(model, tokenizer, name)
-    assert tokenizer.convert_ids_to_tokens(mask_id) == tokenizer.mask_token == token and mask_id < rows
-    assert mask_id not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.convert_ids_to_tokens(mask_id) == tokenizer.mask_token == token
+    assert mask_id < rows and mask_id not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
     mars.save(model, tokenizer, tmp_path, B, mask_id)
     loaded, again = mars.load(str(tmp_path), "cpu")
-    assert loaded.get_input_embeddings().num_embeddings == loaded.config.vocab_size == rows, "never a row more or less"
-    assert loaded.config.mars_mask_token_id == again.mask_token_id == mask_id == mars.choose_mask_token(loaded, again, name)
+    assert loaded.get_input_embeddings().num_embeddings == loaded.config.vocab_size == rows
+    assert loaded.config.mars_mask_token_id == again.mask_token_id == mask_id
+    assert mars.choose_mask_token(loaded, again, name) == mask_id
     assert loaded.generation_config.suppress_tokens == [mask_id]
-    assert mask_id not in AutoModelForCausalLM.from_pretrained(tmp_path).generate(torch.tensor([[5, 6]]), max_new_tokens=20)[0]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert mask_id not in plain.generate(torch.tensor([[5, 6]]), max_new_tokens=20)[0]
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_a_new_mask_token_never_takes_the_id_of_another(spare):
+    """Where ids have a gap, a new token would get the id of an old one."""
+    model, tokenizer = mars.toy_model()
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = {token: i + (i >= 50) for token, i in parts["model"]["vocab"].items()}
+    parts["model"]["vocab"] = vocab
+    parts["added_tokens"].pop()  # <|mask|>
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(parts)), eos_token="<|end|>"
+    )
+    model.resize_token_embeddings(max(vocab.values()) + 1 + spare)
+    with pytest.raises(mars.MarsError, match="no room for a mask token"):
+        mars.choose_mask_token(model, tokenizer)
 
 
 def test_a_checkpoint_carries_what_decoding_needs(tmp_path):
-    """config.json has the block size and the mask id; the generation config ends and suppresses what it must."""
+    """config.json has block size and mask id; the generation config ends and suppresses right."""
     model, tokenizer = mars.toy_model()
     mars.save(model, tokenizer, tmp_path, B, tokenizer.mask_token_id)
-    config, generation = (json.loads((tmp_path / f"{name}config.json").read_text()) for name in ("", "generation_"))
-    assert config["mars_block_size"] == B and config["mars_mask_token_id"] == tokenizer.mask_token_id
-    assert generation["suppress_tokens"] == [tokenizer.mask_token_id] and generation["eos_token_id"] == [tokenizer.eos_token_id]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["mars_block_size"] == B
+    assert config["mars_mask_token_id"] == tokenizer.mask_token_id
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["suppress_tokens"] == [tokenizer.mask_token_id]
+    assert generation["eos_token_id"] == [tokenizer.eos_token_id]
     loaded, again = mars.load(str(tmp_path), "cpu")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters()))
+    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
     assert again("Ann has 9 figs.").input_ids == tokenizer("Ann has 9 figs.").input_ids
 
 
@@ -1276,12 +1300,17 @@ def checkpoint(tmp_path_factory):
     ("generate --model {ok} --threshold x Hi", "--threshold"), ("bench --model {ok} --thresholds 0.9,2", "out of range"),
     ("train --model {ok}", "--data"), ("train --block-size 1", "block size 1"), ("train --model {ok} --data {tmp}/none.jsonl", "no data file"),
     ("train --model {ok} --data {tmp}/empty.jsonl", "is empty"), ("train --model {ok} --data {tmp}/bad.jsonl", "line 2"),
+    ("generate --model {tmp}/none/x Hi", "python mars.py train"),
+    ("generate --model Qwen/Qwen2.5-0.5B-Instruct Hi", "t connect to"),  # with a folder Qwen
+    ("generate --model {ok} --device no Hi", "device no"), ("generate --model {ok} <|mask|>", "token <|mask|>"),
     ("train --model {ok} --data {tmp}/columns.jsonl", "no usable columns"), ("train --model {ok} --data {tmp}/none", "cannot load"),
     ("bench --model {ok} --limit 0", "at least 1"), ("bench --model {ok} --batch-sizes 1,x", "at least 1"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_status_2(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
     """What the user can put right is said in one line, without a traceback."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
     for name, text in {"empty.jsonl": "\n", "bad.jsonl": '{"question": "a", "answer": "b"}\n{"question', "columns.jsonl": '{"text": "a"}'}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "broken").mkdir()
