@@ -207,9 +207,8 @@ def notebook(statements: list[ast.stmt], name: str) -> str:
 def extract_code(answer: str, prompt: str, function_name: str) -> str:
     """The Python in an instruct model's answer, as a program text to put after the prompt.
 
-    The answer may be the function, with imports, helpers and trial runs, in one fenced block, in
-    several or in none, or no more than the function's body. Code ends where Python ends: fences in
-    docstrings do not matter.
+    It may be the whole function, with imports, helpers and trial runs, fenced or not, or only the
+    body. Code ends where Python ends, so that fences in docstrings do not matter.
     """
     name, text = re.escape(function_name), answer.replace("\r\n", "\n")
     lines = re.split(rf"(?m)(?<=\S)\s*^{CHAT_TOKEN}", text)[0].split("\n")
@@ -286,8 +285,7 @@ def execute() -> None:
     try:
         exec(compile(source, "program", "exec"), {"__name__": "__main__"})
         print(end="", flush=True)
-        if os.getpid() == process:  # not a child that the program forked
-            os.write(1, secret.encode())
+        os.write(1, secret.encode() if os.getpid() == process else b"")  # not by a forked child
     except BaseException as error:
         os.write(1, f"\n{error!r:.300}".encode())
     finally:
@@ -301,13 +299,11 @@ def run_program(source: str) -> str | None:
     Root runs it as a user whom nobody else is, others as themselves in a user namespace.
     """
     secret, output = secrets.token_hex(16), os.memfd_create("output")
-    command = "unshare --mount --ipc --net --pid --kill-child --map-root-user".split()
-    user, groups = "0", "--keep-groups"
+    user, groups, own = "0", "--keep-groups", ["--map-root-user"]
     if os.geteuid() == 0:
-        command.pop()
-        user, groups = str(50_000 + os.getpid() % 10_000), "--clear-groups"
-    command += ["sh", "-c", SANDBOX, "sh", sys.base_prefix, sys.prefix]
-    command += [str(Path(sys.executable).resolve().parents[1])]
+        user, groups, own = str(50_000 + os.getpid() % 10_000), "--clear-groups", []
+    command = [*"unshare --mount --ipc --net --pid --kill-child".split(), *own, "sh", "-c", SANDBOX]
+    command += ["sh", sys.base_prefix, sys.prefix, Path(sys.executable).resolve().parents[1]]
     environment = {
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1",
         "USER": user, "GROUPING": groups, "SECONDS": str(SECONDS), "PYTHON": sys.executable,
@@ -319,14 +315,13 @@ def run_program(source: str) -> str | None:
         printed = os.pread(output, 2**20, 0).decode(errors="replace")
     if secret in printed:
         return None
-    if ran.returncode == 128 + signal.SIGKILL:
-        return f"took longer than {SECONDS} s"
     if ran.returncode > 128:
-        return f"ended by signal {ran.returncode - 128}"
+        by = ran.returncode - 128
+        return f"took longer than {SECONDS} s" if by == signal.SIGKILL else f"ended by signal {by}"
     if len(printed) >= 2**20:
         return "printed more than 1 MB"
     lines = re.findall(r"(?m)^\S.*", printed)  # without the indented hints of mount
-    return lines[-1][-300:] if lines else "the program ended before its test did"
+    return lines[-1] if lines else "the program ended before its test did"
 
 
 def check_sandbox() -> None:
@@ -336,10 +331,7 @@ def check_sandbox() -> None:
     except (OSError, AttributeError) as missing:  # util-linux or Linux
         error = missing
     if error:
-        raise MarsError(
-            f"--run-code: no safe way to run programs here ({error}). It takes Linux, util-linux, "
-            "namespaces (docker run --privileged) and a Python that all may read"
-        )
+        raise MarsError(f"--run-code: no safe way to run programs without namespaces: {error}")
 
 
 # -------- The run ---------------------------------------------------------------------------------
@@ -354,7 +346,7 @@ def settings(args) -> dict:
 
 
 def fingerprint(model) -> int:
-    """A checksum of some values of every parameter: after more training it is another."""
+    """A checksum of some values of every parameter."""
     some = [p.detach().flatten()[:: p.numel() // 64 + 1].float().cpu() for p in model.parameters()]
     return zlib.crc32(torch.cat(some).numpy().tobytes())
 
@@ -435,7 +427,7 @@ def sweep(model, tokenizer, problems: list[dict], done: list[dict], args) -> Ite
         if WORLD > 1:
             dist.all_gather_object(parts, parts[0])
         records = list(chain(*parts))
-        n, verdicts = len(records), [record["correct"] for record in records]
+        verdicts, n = [record["correct"] for record in records], len(records)
         accuracy = None if None in verdicts else sum(verdicts) / n
         steps = list(chain(*(record["steps"] for record in records)))
         speed = sum(steps) / max(sum(record["seconds"] for record in part) for part in parts)
@@ -480,8 +472,8 @@ def check_options(args) -> None:
     for wrong, why in (
         (args.resume and not args.samples, "--resume continues the file of --samples: name it"),
         (args.plot and not find_spec("matplotlib"), "--plot: pip install matplotlib"),
-        (no_verdicts and args.plot, "--plot needs verdicts: add --run-code (see --help)"),
-        (no_verdicts and not args.samples, "add --run-code (see --help), or --samples FILE"),
+        (args.plot and not args.plot.endswith((".png", ".pdf")), "--plot: name a FILE.png"),
+        (no_verdicts and (args.plot or not args.samples), "add --run-code (see --help)"),
     ):
         if wrong:
             raise MarsError(why)
@@ -590,14 +582,14 @@ def load_test(args) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = mars.Parser(description=__doc__.split("\n")[0])
     tasks = parser.add_subparsers(required=True, metavar="toy|gsm8k|humaneval|load", dest="task")
-    for task, limit, size, run, problems, score in (
-        ("toy", 1000, 32, evaluate, toy_problems, score_number),
-        ("gsm8k", None, 8, evaluate, gsm8k_problems, score_number),
-        ("humaneval", None, 8, evaluate, humaneval_problems, score_function),
-        ("load", 400, 8, load_test, None, None),
+    for task, limit, size, functions in (
+        ("toy", 1000, 32, (evaluate, toy_problems, score_number)),
+        ("gsm8k", None, 8, (evaluate, gsm8k_problems, score_number)),
+        ("humaneval", None, 8, (evaluate, humaneval_problems, score_function)),
+        ("load", 400, 8, (load_test, None, None)),
     ):
         t = tasks.add_parser(task)
-        t.set_defaults(run=run, problems=problems, score=score)
+        t.set_defaults(**dict(zip(("run", "problems", "score"), functions)))
         add = t.add_argument
         add("--limit", type=mars.positive, default=limit, help=f"first problems only ({limit})")
         add("--batch-size", type=mars.positive, default=size, help=f"rows at a time ({size})")

@@ -1,19 +1,20 @@
 """MARS (Mask AutoRegreSsion): teach an ordinary language model to commit several tokens per forward pass.
 
-1. Put B-1 mask tokens after the text. One forward pass then predicts B tokens: the last real token predicts the next
-   one as always, and the j-th mask, which holds the place of the j-th next token, predicts the one after it.
-2. Train for it: cut the response into blocks of B and, next to the clean text, show each block as masks that see only
-   the clean text before it and each other. The ordinary next-token loss stays in, so the model stays an ordinary model.
-3. Decode with it: commit the first prediction always, each further one while its confidence is at least a threshold. Or
-   lossless: commit a mask's prediction when the next pass shows that the model, token by token, would say the same.
+1. Put B-1 mask tokens after the text. One forward pass then predicts B tokens: the last real token
+   predicts the next one as always, and the j-th mask stands for the j-th next token and predicts the
+   one after it.
+2. Train for it: cut the response into blocks of B and, next to the clean text, show each block as masks
+   that see only the clean text before it and each other. The ordinary next-token loss stays in, so the
+   model stays an ordinary model.
+3. Decode with it: commit the first prediction always, each further one while its confidence is at least
+   a threshold. Or lossless: commit a mask's prediction when the next pass shows that the model, token by
+   token, would say the same.
 
-No new parameters, no new architecture: paper https://arxiv.org/abs/2604.07023 (sections and equations cited below).
+No new parameters, no new architecture: https://arxiv.org/abs/2604.07023 (sections and equations below).
 
-    python mars.py train                                   # a toy, from nothing, on two CPU cores
-    python mars.py generate --threshold 0.9 "Ann has 9 figs, finds 5 more and then loses 3. How many figs does Ann have now?"
-    python mars.py bench                                   # tokens per second against Hugging Face generate
-
-Read from top to bottom: data, attention mask, loss, training, checkpoints, decoder, timer, command line.
+    python mars.py train                # a toy, from nothing, on two CPU cores
+    python mars.py generate --threshold 0.9 "Ann has 9 figs and finds 5 more. How many figs does Ann have now?"
+    python mars.py bench                # tokens per second against Hugging Face generate
 
     N rows of a batch     T positions of a row     P prompt tokens     R response tokens x_0 … x_{R-1}
     B block size          V vocabulary             M a mask token      τ confidence threshold
@@ -44,7 +45,7 @@ import time
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +69,7 @@ class MarsError(ValueError):
     """A mistake of the user's: one line that says what is wrong and what to do."""
 
 
-def require(right: bool, problem: str):
+def require(right, problem):
     if not right:
         raise MarsError(problem)
 
@@ -96,8 +97,7 @@ def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block:
     return index[keep], start[keep]
 
 
-def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0,
-                   full_block: bool = False) -> torch.Tensor:  # fmt: skip
+def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
     """What is visible in one training row: bool [T, T], True where the query (row) sees the key (column).
 
     P = 2, R = 5, B = 3. The masks at index 0, 1 | 3 are written M0, M1 | M3; blocks start at 0 and 3:
@@ -128,11 +128,9 @@ def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: i
 # The loss (§3.2, Eq. 5)
 # --------------------------------------------------------------------------------------------------
 
-Example = tuple[list[int], list[int], int]  # prompt ids, response ids, phase
 
-
-def collate(batch: list[Example], block_size: int, mask_id: int, full_block: bool = False) -> dict:
-    """N examples, each a clean stream and then a noisy stream, padded on the right to T tokens.
+def collate(batch: list, block_size: int, mask_id: int, full_block: bool = False) -> dict:
+    """N examples (prompt ids, response ids, phase) as clean and noisy streams, padded on the right to T.
 
     Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `visible` [N, 1, T, T]. The offset of a
     label says who predicts it: 0 the clean stream (plain AR), j the j-th mask of a block.
@@ -156,14 +154,14 @@ def collate(batch: list[Example], block_size: int, mask_id: int, full_block: boo
     return dict(ids=ids, positions=positions, labels=labels, offsets=offsets, visible=visible[:, None])
 
 
-def count_targets(batch: list[Example], block_size: int, full_block: bool = False) -> tuple[int, int]:
-    """(AR, mask) counts of supervised tokens: the `totals` of `mars_loss`."""
+def count_targets(batch, block_size, full_block=False) -> tuple[int, int]:
+    """(AR, mask) numbers of labels: the `totals` of `mars_loss`."""
     masks = sum(len(noisy_stream(len(r), block_size, phase, full_block)[0]) for _, r, phase in batch)
     return sum(len(response) for _, response, _ in batch), masks
 
 
-def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_weight: float = 1.0,
-              full_block: bool = False, totals: tuple[int, int] | None = None):  # fmt: skip
+def mars_loss(model, batch: list, block_size: int, mask_id: int, ar_weight: float = 1.0, full_block: bool = False,
+              totals: tuple[int, int] | None = None):
     """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its labels (Eq. 5). B = 1 is AR training.
 
     `totals` = (AR, mask) numbers of labels, by default of this batch. With those of the whole optimiser
@@ -172,12 +170,10 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask offset
     j, the summed cross-entropy, the number of right top-1 predictions and the number of predictions.
     """
-    rows = collate(batch, block_size, mask_id, full_block)
-    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
-    hidden = last_hidden(model, rows)  # [N, T, hidden]
+    rows = {name: x.to(model.device) for name, x in collate(batch, block_size, mask_id, full_block).items()}
     supervised = rows["labels"] != IGNORE
     labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S]
-    nll, hits = token_losses(model, hidden[supervised], labels)  # [S], [S]
+    nll, hits = token_losses(model, last_hidden(model, rows)[supervised], labels)  # [S], [S]
     values = {"nll": nll.detach().double(), "hits": hits.double(), "count": torch.ones_like(nll).double()}
     parts = {name: torch.bincount(offsets, v, minlength=block_size + 1) for name, v in values.items()}
     ar_total, mask_total = totals or count_targets(batch, block_size, full_block)
@@ -186,14 +182,14 @@ def mars_loss(model, batch: list[Example], block_size: int, mask_id: int, ar_wei
     return mask_loss + ar_weight * ar_loss, parts
 
 
-def last_hidden(model, rows: dict) -> torch.Tensor:
+def last_hidden(model, rows):
     """The last hidden states [N, T, hidden] of what `collate` returns."""
-    visible = by_layer(model, rows["visible"], rows["positions"], rows["positions"])
     decoder, ids, positions = model.get_decoder(), rows["ids"], rows["positions"]
+    visible = by_layer(model, rows["visible"], positions, positions)
     return decoder(ids, attention_mask=visible, position_ids=positions, use_cache=False).last_hidden_state
 
 
-def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(model, hidden, labels):
     """Cross-entropy and top-1 hit of each label, [S] and [S], from hidden states [S, hidden].
 
     With 150,000 ids the logits would be the peak of memory: they are computed in chunks, and again in
@@ -212,7 +208,7 @@ def token_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> tuple[tor
     return tuple(torch.cat(column) for column in zip(*done))
 
 
-def project(model, hidden: torch.Tensor) -> torch.Tensor:
+def project(model, hidden):
     """Float32 logits [S, V] of hidden states [S, hidden]: the output layer, scale and soft cap."""
     config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
     multiply, divide = (getattr(config, name, None) or 1 for name in ("logit_scale", "logits_scaling"))
@@ -229,7 +225,7 @@ def layer_kinds(model) -> set[str]:
     return set(getattr(config, "layer_types", None) or [everywhere])
 
 
-def by_layer(model, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor):
+def by_layer(model, visible, queries, keys):
     """`visible` [N, 1, Q, K] as the model takes it, given the positions of queries [N, Q] and keys [N or 1, K].
 
     A layer with a sliding window W sees no key W or more positions back; a model that mixes such layers
@@ -259,18 +255,16 @@ class Output:
 
 def end_tokens(model) -> set[int]:
     ends = model.generation_config.eos_token_id
-    if ends is None:
-        return set()
-    return {ends} if isinstance(ends, int) else set(ends)
+    return {ends} - {None} if not isinstance(ends, list) else set(ends)
 
 
-def until_end(tokens: list[int], ends: set[int]) -> list[int]:
+def until_end(tokens, ends):
     """The tokens through the first end token: what lies beyond is neither emitted nor counted."""
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
 
 
 @torch.inference_mode()
-def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: float, block_size: int):
+def naive_generate(model, prompt, max_new_tokens, threshold, block_size):
     """Greedy decoding by top probability. Everything after this function does the same thing, fast."""
     out, ends, mask_id = Output(), end_tokens(model), getattr(model.config, "mars_mask_token_id", None)
     while len(out.tokens) < max_new_tokens and out.stop != "eos":
@@ -278,7 +272,7 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
         ids = torch.tensor([prompt + out.tokens + masks], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0, -1 - len(masks) :].float()  # [B, V]
         logits[:, model.generation_config.suppress_tokens or []] = -math.inf
-        confidence, proposals = logits.softmax(-1).max(-1)  # [B]: the last token's prediction, then each mask's
+        confidence, proposals = logits.softmax(-1).max(-1)  # [B]: the last token's, then each mask's
         accepted = 1
         while accepted < len(proposals) and confidence[accepted] >= threshold:
             accepted += 1
@@ -301,8 +295,8 @@ def naive_generate(model, prompt: list[int], max_new_tokens: int, threshold: flo
 @functools.lru_cache(1024)
 def layout(back: int, drafts: int, masks: int) -> torch.Tensor:
     """The columns that a pass reads of each row, [4, Q], counted from the row's end (-1 is its last token):
-    the slot of each column, its position, the last slot of text it sees, and the first slot of its own
-    group of masks, which it sees up to itself.
+    slot, position, the last slot of text it sees, and the first slot of its own group of masks, which it
+    sees up to itself.
 
     In lossless decoding a pass also reads drafts, predictions of the pass before that it verifies, and a
     group of masks behind the last token and behind every draft, so that drafts for the next pass are
@@ -316,21 +310,20 @@ def layout(back: int, drafts: int, masks: int) -> torch.Tensor:
         group                   1   1   3   3
     """
     text = torch.arange(-back, drafts)  # [back + drafts]
-    behind = torch.arange(-1, drafts).repeat_interleave(masks)  # [masks of all groups] what each continues from
+    behind = torch.arange(-1, drafts).repeat_interleave(masks)  # what each mask continues from
     number = torch.arange(len(behind)) % max(masks, 1)  # of a mask in its group
     slot = torch.arange(-back, drafts + len(behind))
-    group = slot[len(text) :] - number
-    position = torch.cat([text, behind + 1 + number])
-    return torch.stack([slot, position, torch.cat([text, behind]), torch.cat([text, group])])
+    position, group = torch.cat([text, behind + 1 + number]), torch.cat([text, slot[len(text) :] - number])
+    return torch.stack([slot, position, torch.cat([text, behind]), group])
 
 
 class SlotCache:
     """Keys and values, [lines, S, heads, head_dim] for each layer: handed to the model as its cache."""
 
-    def __init__(self, lines: int, window: int):
+    def __init__(self, lines, window):
         self.lines, self.window, self.size, self.layers = lines, window, 0, []
 
-    def prepare(self, first: int, lengths: list[int], back: int, drafts: int, masks: int, device):
+    def prepare(self, first, lengths, back, drafts, masks, device):
         """Set up a pass over lines first … first + N-1, which hold rows of these `lengths` [N].
 
         It reads the last `back` tokens of each row, its drafts and its masks (see `layout`). A row shorter
@@ -353,7 +346,7 @@ class SlotCache:
             visible |= (slots >= group[..., None]) & (slots <= slot[..., None])
         return position.clamp(0, self.window - 1), visible[:, None]  # the last masks may lie beyond the window
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_, **__):
+    def update(self, keys, values, layer, *_, **__):
         """Called by each attention layer: writes [N, heads, Q, dim], returns all [N, heads, W, dim]."""
         if layer == len(self.layers):
             N, heads, Q, dim = keys.shape
@@ -362,35 +355,52 @@ class SlotCache:
             buffer.flatten(0, 1).index_copy_(0, self.target, new.transpose(1, 2).flatten(0, 1))
         return tuple(buffer[self.rows, : self.width].transpose(1, 2) for buffer in self.layers[layer])
 
-    def move(self, source: int, target: int):
+    def move(self, source, target):
         """Let line `source` take the place of line `target`."""
         for buffer in itertools.chain(*self.layers):
             buffer[target] = buffer[source]
 
 
-def forward(model, cache: SlotCache, ids: list[list[int]], positions, visible, ahead: int) -> torch.Tensor:
-    """A pass over ids [N, Q] that `cache` is prepared for: float32 logits of the last `ahead` columns."""
+def forward(model, cache, ids, positions, visible, ahead):
+    """A pass over ids [N, Q] that `cache` is prepared for: float32 logits [N, ahead, V] of the last columns."""
     slots = torch.arange(visible.shape[-1], device=model.device)[None]
-    return model(
-        input_ids=torch.tensor(ids, device=model.device),
-        position_ids=positions,
-        attention_mask=by_layer(model, visible, positions, slots),
-        cache=cache,
-        use_cache=True,
-        logits_to_keep=ahead,
-    ).logits.float()
+    mask = by_layer(model, visible, positions, slots)
+    return model(input_ids=torch.tensor(ids, device=model.device), attention_mask=mask, position_ids=positions, cache=cache,
+                 use_cache=True, logits_to_keep=ahead).logits.float()
 
 
 # --------------------------------------------------------------------------------------------------
 # The decoder (§3.4, §4.5)
 # --------------------------------------------------------------------------------------------------
 
-Threshold = float | list[float] | Callable[[], float]
 METRICS = {  # what a threshold may bound: AR decoding first, then thresholds worth a try
     "probability": (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5),
     "margin": (1.0, 0.9, 0.8, 0.6, 0.4, 0.2),
     "entropy": (0.0, 0.1, 0.2, 0.4, 0.8, 1.2),
 }
+EXHAUSTED = object()  # what `next` answers when there are no more rows
+
+
+def confidence(logits, metric):
+    """How sure the model is of its prediction: [..., V] to [...], higher is surer (§4.5); entropy is negated."""
+    probabilities = logits.softmax(-1)
+    if metric == "probability":
+        return probabilities.amax(-1)
+    if metric == "margin":
+        best = probabilities.topk(2).values
+        return best[..., 0] - best[..., 1]
+    return -torch.special.entr(probabilities).sum(-1)
+
+
+def gumbel(seed, requests, positions, size):
+    """Gumbel noise [N, Q, size], a function of (seed, request, position) alone: argmax(logits / T + noise) is
+    a sample, and a row in a batch samples what it would sample alone."""
+    noise, generator = torch.empty(*positions.shape, size), torch.Generator()
+    for row, request, places in zip(noise, requests, positions.tolist()):
+        for cell, position in zip(row, places):
+            generator.manual_seed(hash((seed, request, position)))
+            cell.exponential_(generator=generator)
+    return -noise.log().to(positions.device)
 
 
 @dataclass
@@ -420,28 +430,27 @@ class DraftScheduler:
 
     PLANS = ("at once", "in turns", "text", "none")
 
-    def __init__(self, most: int):
+    def __init__(self, most):
         self.most, self.rates = most, {}  # tokens per second of (rows, plan)
         self.plan, self.passes, self.tokens, self.seconds = self.PLANS[0], 0, 0, 0.0
 
-    def choose(self, rows: int, drafts: int) -> int:
+    def choose(self, rows, drafts):
         """How many masks to read in each group, with so many drafts at hand."""
         turn, between = divmod(self.passes, 8)
         if not between:
             fastest = max(self.PLANS, key=lambda plan: self.rates.get((rows.bit_length(), plan), math.inf))
             self.plan = fastest if (turn + 1) % 16 else self.PLANS[turn // 16 % 4]
-        self.passes += 1
         return self.most if self.plan == "at once" or self.plan == "in turns" and not drafts else 0
 
-    def record(self, rows: int, tokens: int, seconds: float):
+    def record(self, rows, tokens, seconds):
         """Count what a pass committed; after the eighth, update the rate of the plan."""
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.passes, self.tokens, self.seconds = self.passes + 1, self.tokens + tokens, self.seconds + seconds
         if self.passes % 8 == 0:
             key, rate = (rows.bit_length(), self.plan), self.tokens / self.seconds  # 1, 2–3, 4–7, … rows
             self.rates[key] = (self.rates.get(key, rate) + rate) / 2
             self.tokens, self.seconds = 0, 0.0
 
-    def drafts(self, text: list[int]) -> list[int]:
+    def drafts(self, text):
         """Drafts that no mask made: what followed where the last tokens occurred before, if that is the plan."""
         for n in (3, 2) if self.plan == "text" else ():
             for i in range(len(text) - n - 1, -1, -1):
@@ -454,15 +463,14 @@ scheduler_of = functools.lru_cache(1)(lambda model, most: DraftScheduler(most)) 
 
 
 @torch.inference_mode()
-def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list[float]] | None, metric: str,
-           temperature: float, seed: int, batch_size: int, block_size: int, mask_id: int,
-           stop: Callable[[int, list[int]], bool] | None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+def decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, stop):
     """The decode loop behind `stream`: reads, proposes, accepts and commits until `rows` is exhausted.
 
     `bounds` gives the least confidence with which each of these requests commits a mask's prediction; ∞ is
     AR decoding. Without it decoding is lossless: predictions of masks are drafts that the next pass verifies.
     """
     ends, suppressed = end_tokens(model), model.generation_config.suppress_tokens or []
+    device, mask_id = model.device, getattr(model.config, "mars_mask_token_id", None)
     cache, live, waiting = SlotCache(batch_size, window(model)), [], True
     scheduler = None if bounds else scheduler_of(model, block_size - 1)
     while live or waiting:
@@ -482,46 +490,45 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
         start, new = time.perf_counter(), sum(row.unread == len(row.tokens) for row in live)
         first = len(live) - new if new else 0
         batch = live[first:]
+        requests, lengths = [row.request for row in batch], [len(row.tokens) for row in batch]
         k, drafts = max(row.unread for row in batch), max(len(row.drafts) for row in batch)
         if bounds:
-            bound = bounds([row.request for row in batch])
-            masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: no masks at τ = 1; softmax may round to 1.0
+            bound = bounds(requests)
+            masks = block_size - 1 if min(bound) < math.inf else 0  # subtle: τ = 1 has no masks; softmax may round to 1
         else:
             masks = scheduler.choose(len(live), drafts)
-        columns = [row.drafts + [mask_id] * (drafts - len(row.drafts) + masks * (1 + drafts)) for row in batch]
-        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + more for row, more in zip(batch, columns)]
-        positions, visible = cache.prepare(first, [len(row.tokens) for row in batch], k, drafts, masks, model.device)
-        ahead = 1 + drafts + masks * (1 + drafts)  # columns with a prediction
-        logits = forward(model, cache, ids, positions, visible, ahead)  # [N, ahead, V]
-        # 3. Propose: the last token predicts the next one, as in any AR model; then the drafts' and the masks'.
+        more = [row.drafts + [mask_id] * (drafts - len(row.drafts) + masks * (1 + drafts)) for row in batch]
+        ids = [[0] * (k - len(row.tokens)) + row.tokens[-k:] + ahead for row, ahead in zip(batch, more)]
+        positions, visible = cache.prepare(first, lengths, k, drafts, masks, device)
+        logits = forward(model, cache, ids, positions, visible, 1 + len(more[0]))  # [N, 1 + drafts + masks, V]
+        # 3. Propose: the last token predicts the next one, as in any AR model; then the drafts, then the masks.
         logits[..., suppressed] = -math.inf
         noise = 0.0
         if temperature > 0:  # subtle: one noise for a position, so a draft is drawn as it will be verified
-            requests = [row.request for row in batch]
             noise = temperature * gumbel(seed, requests, positions[:, k - 1 :] + 1, logits.shape[-1])
-        proposals = (logits + noise).argmax(-1)  # [N, ahead]
+        proposals = (logits + noise).argmax(-1)  # [N, 1 + drafts + masks]
         # 4. Accept: the first always, then from left to right while the model is sure, or agrees with the draft.
         if bounds:
-            good = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=model.device)[:, None]  # [N, masks]
+            good = confidence(logits[:, 1:], metric) >= torch.tensor(bound, device=device)[:, None]  # [N, masks]
         else:
-            given = torch.tensor([more[:drafts] for more in columns], device=model.device)
+            given = torch.tensor([ahead[:drafts] for ahead in more], device=device)
             good = proposals[:, :drafts] == given  # [N, drafts]
         accepted = 1 + good.long().cumprod(1).sum(1, keepdim=True)  # [N, 1]
         # 5. Commit. The one transfer from the device in a pass.
         results = torch.cat([accepted, proposals], 1).tolist()
         seconds, committed = time.perf_counter() - start, 0
         for row, (count, *proposal) in zip(batch, results):
-            tokens, ended = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)], False
-            for n in range(1, 1 + len(tokens) if stop else 0):
-                ended = stop(row.request, row.tokens[row.start :] + tokens[:n])
-                if ended:
-                    tokens = tokens[:n]
-                    break
+            tokens = until_end(proposal[:count], ends)[: row.limit - len(row.tokens)]
+            if stop:
+                said = row.tokens[row.start :] + tokens
+                before = range(len(said) - len(tokens) + 1, len(said) + 1)
+                stopped = next((n for n in before if stop(row.request, said[:n])), None)
+                tokens, row.done = said[before[0] - 1 : stopped], stopped is not None
             row.tokens, row.unread, committed = row.tokens + tokens, len(tokens), committed + len(tokens)
             if not bounds:  # accepted drafts are in the cache already; new ones come from the group behind the last
                 row.unread, groups = 1, proposal[1 + drafts :]
                 row.drafts = groups[masks * (count - 1) : masks * count] or scheduler.drafts(row.tokens)
-            row.done = ended or tokens[-1] in ends or len(row.tokens) == row.limit
+            row.done |= tokens[-1] in ends or len(row.tokens) == row.limit
             yield row.request, tokens
         if not bounds and not new:
             scheduler.record(len(live), committed, seconds)
@@ -531,31 +538,6 @@ def decode(model, rows: Iterator[Row | None], bounds: Callable[[list[int]], list
                 if line < len(live):  # the last row fills the gap, so that only live rows cost work
                     cache.move(len(live), line)
                     live[line] = last
-
-
-EXHAUSTED = object()  # what `next` answers when there are no more rows
-
-
-def confidence(logits: torch.Tensor, metric: str) -> torch.Tensor:
-    """How sure the model is of its prediction: [..., V] to [...], higher is surer (§4.5). Entropy is in nats, negated."""
-    probabilities = logits.softmax(-1)
-    if metric == "probability":
-        return probabilities.amax(-1)
-    if metric == "margin":
-        best = probabilities.topk(2).values
-        return best[..., 0] - best[..., 1]
-    return -torch.special.entr(probabilities).sum(-1)
-
-
-def gumbel(seed: int, requests: list[int], positions: torch.Tensor, size: int) -> torch.Tensor:
-    """Gumbel noise [N, Q, size], a function of (seed, request, position) alone: argmax(logits / T + noise) is
-    a sample, and a row in a batch samples what it would sample alone."""
-    noise, generator = torch.empty(*positions.shape, size), torch.Generator()
-    for row, request, places in zip(noise, requests, positions.tolist()):
-        for cell, position in zip(row, places):
-            generator.manual_seed(hash((seed, request, position)))
-            cell.exponential_(generator=generator)
-    return -noise.log().to(positions.device)
 
 
 def trained_block_size(model) -> int:
@@ -568,10 +550,10 @@ def window(model) -> int:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
-def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[list[int]], list[float]]:
+def bounds_for(threshold, metric, trained):
     """The `bounds` of `decode` for a threshold: a number, one per request, or a function asked before every pass."""
 
-    def bound(value: float) -> float:
+    def bound(value):
         allowed = 0 <= value < math.inf if metric == "entropy" else 0 < value <= 1
         ranges = "0 or more, for entropy" if metric == "entropy" else "above 0 and at most 1"
         require(allowed, f"threshold {value} is out of range: it must be {ranges}")
@@ -589,10 +571,10 @@ def bounds_for(threshold: Threshold, metric: str, trained: int) -> Callable[[lis
     return lambda requests: [one] * len(requests)
 
 
-def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256, threshold: Threshold | None = None,
-           lossless: bool = False, metric: str = "probability", temperature: float = 0.0, seed: int = 0,
-           batch_size: int = 8, block_size: int | None = None,
-           stop: Callable[[int, list[int]], bool] | None = None) -> Iterator[tuple[int, list[int]]]:  # fmt: skip
+def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256,
+           threshold: float | list[float] | Callable[[], float] | None = None, lossless: bool = False,
+           metric: str = "probability", temperature: float = 0.0, seed: int = 0, batch_size: int = 8,
+           block_size: int | None = None, stop: Callable[[int, list[int]], bool] | None = None):
     """Decode prompts (token ids) in a continuous batch; yields (index, new tokens) for every row of every pass.
 
     prompts     an iterator is asked before every pass while there is room, and may answer None: nothing waits
@@ -610,21 +592,18 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     """
     trained, room = trained_block_size(model), window(model)
     block_size = trained if block_size is None else block_size
-    for right, problem in (
-        (1 <= block_size <= trained, f"block size {block_size} is out of range: the checkpoint was trained with {trained}"),
-        (max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: it must be at least 1"),
-        (batch_size >= 1, f"batch_size is {batch_size}: it must be at least 1"),
-        (metric in METRICS, f"there is no metric {metric!r}: use one of {', '.join(METRICS)}"),
-        (0 <= temperature < math.inf, f"temperature is {temperature}: it must be 0 (greedy) or more"),
-        (not lossless or threshold is None, "lossless decoding has no threshold: give one or the other"),
-        (not lossless or trained > 1, "this checkpoint was not trained with masks: it has no drafts to verify"),
-    ):
-        require(right, problem)
+    require(1 <= block_size <= trained, f"block size {block_size} is out of range: the checkpoint was trained with {trained}")
+    require(max_new_tokens >= 1, f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+    require(batch_size >= 1, f"batch_size is {batch_size}: it must be at least 1")
+    require(metric in METRICS, f"there is no metric {metric!r}: use one of {', '.join(METRICS)}")
+    require(0 <= temperature < math.inf, f"temperature is {temperature}: it must be 0 (greedy) or more")
+    require(not lossless or threshold is None, "lossless decoding has no threshold: give one or the other")
+    require(not lossless or trained > 1, "this checkpoint was not trained with masks: it has no drafts to verify")
     check_model(model)
     threshold = METRICS[metric][trained > 1] if threshold is None else threshold
     bounds = None if lossless else bounds_for(threshold, metric, trained)
 
-    def row(request: int, prompt: list[int]) -> Row:
+    def row(request, prompt):
         fits = 0 < len(prompt) < room
         require(fits, f"prompt {request} has {len(prompt)} tokens, not 1 to {room - 1}: the model's window is {room}")
         return Row(request, list(prompt), len(prompt), len(prompt), min(len(prompt) + max_new_tokens, room))
@@ -636,12 +615,10 @@ def stream(model, prompts: Iterable[list[int] | None], max_new_tokens: int = 256
     else:
         numbers = itertools.count()
         rows = (None if prompt is None else row(next(numbers), prompt) for prompt in prompts)
-    mask_id = getattr(model.config, "mars_mask_token_id", None)
-    return decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, mask_id, stop)
+    return decode(model, rows, bounds, metric, temperature, seed, batch_size, block_size, stop)
 
 
-def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
-             **options) -> Iterator[tuple[int, Output]]:  # fmt: skip
+def finished(model, prompts, max_new_tokens=256, threshold=None, **options) -> Iterator[tuple[int, Output]]:
     """Decode all prompts; yields (index, Output) of each as soon as it is done. See `stream` for the options."""
     outs, ends, room = [Output() for _ in prompts], end_tokens(model), window(model)
     for index, tokens in stream(model, prompts, max_new_tokens, threshold, **options):
@@ -653,22 +630,19 @@ def finished(model, prompts: list[list[int]], max_new_tokens: int = 256, thresho
             yield index, out
 
 
-def generate(model, prompts: list[list[int]], max_new_tokens: int = 256, threshold: Threshold | None = None,
-             **options) -> list[Output]:  # fmt: skip
+def generate(model, prompts, max_new_tokens=256, threshold=None, **options) -> list[Output]:
     """Decode all prompts; see `stream` for the options. Returns one Output for each, in order."""
     outs = dict(finished(model, prompts, max_new_tokens, threshold, **options))
     return [outs[index] for index in range(len(prompts))]
 
 
-HONOURED = set(
-    "max_new_tokens max_length do_sample temperature eos_token_id pad_token_id bos_token_id suppress_tokens use_cache "
-    "transformers_version".split()
-)
+HONOURED = ("max_new_tokens max_length do_sample temperature eos_token_id pad_token_id bos_token_id suppress_tokens "
+            "use_cache transformers_version").split()
 
 
 def custom_generate(model, inputs=None, input_ids=None, attention_mask=None, generation_config=None,
                     stopping_criteria=None, streamer=None, threshold=None, lossless=False, metric="probability",
-                    seed=0, batch_size=None, block_size=None, **kwargs) -> torch.Tensor:  # fmt: skip
+                    seed=0, batch_size=None, block_size=None, **kwargs) -> torch.Tensor:
     """`model.generate` of a MARS checkpoint loaded with `trust_remote_code=True`; our options are those of `stream`.
 
     Takes input_ids [N, P], padded on the left or not at all, and returns [N, P + new], padded on the right.
@@ -686,7 +660,7 @@ def custom_generate(model, inputs=None, input_ids=None, attention_mask=None, gen
     prompts, outs = [row[keep.bool()].tolist() for row, keep in zip(ids, real)], [[] for _ in ids]
     text, criteria = F.pad(ids, (0, max(length, 0)), value=pad), transformers.StoppingCriteriaList(stopping_criteria or [])
 
-    def stop(index: int, new: list[int]) -> bool:
+    def stop(index, new):
         text[index, P : P + len(new)] = torch.tensor(new, device=ids.device)
         return bool(criteria(text[:, : P + len(new)], None)[index])
 
@@ -696,7 +670,7 @@ def custom_generate(model, inputs=None, input_ids=None, attention_mask=None, gen
         if streamer:
             streamer.put(ids.cpu())  # raises for more than one row
         for index, tokens in stream(model, prompts, length, threshold, lossless, metric, temperature, seed,
-                                    batch_size or N, block_size, stop if criteria else None):  # fmt: skip
+                                    batch_size or N, block_size, stop if criteria else None):
             outs[index] += tokens
             for token in tokens if streamer else ():
                 streamer.put(torch.tensor([token]))
@@ -718,12 +692,11 @@ def processes() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def visits(examples: Sequence, block_size: int, fixed_phase: bool, seed: int, start: int = 0) -> Iterator[Example]:
+def visits(examples, block_size, fixed_phase, seed, start=0):
     """The examples in a new order at every visit, each with a phase from 0 … B-1; skips the first `start`.
 
     The decoder's window may start anywhere, so every alignment of blocks must be practised. Order and
-    phase are functions of (seed, visit, example) alone: no split of the work among micro-batches or
-    processes changes them.
+    phase are functions of (seed, visit, example) alone, however the work is split.
     """
     first, done = divmod(start, len(examples))
     for visit in itertools.count(first):
@@ -745,8 +718,8 @@ class Loss(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *args, **options):
-        return mars_loss(self.model, *args, **options)
+    def forward(self, *args):
+        return mars_loss(self.model, *args)
 
 
 class Training:
@@ -771,7 +744,7 @@ class Training:
         rate = lambda step: (step + 1) / warmup if step < warmup else cosine(step)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
-    def state(self) -> tuple[dict, dict]:
+    def state(self):
         """(weights, the rest) as plain tensors on rank 0, sharded or not; every rank must call this."""
         options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = state_dict.get_model_state_dict(self.model, options=options)
@@ -780,15 +753,14 @@ class Training:
         optimizer = state_dict.get_optimizer_state_dict(self.loss, self.optimizer, options=options)
         return weights, {"step": self.step, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
-    def restore(self, rest: dict):
+    def restore(self, rest):
         self.step, options = rest["step"], state_dict.StateDictOptions(full_state_dict=True)
         state_dict.set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
         self.schedule.load_state_dict(rest["schedule"])
 
 
-def train(training: Training, examples: Sequence, *, block_size: int, mask_id: int, batch_size: int,
-          accumulate: int = 1, ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False,
-          seed: int = 0) -> Iterator[dict]:  # fmt: skip
+def train(training: Training, examples: list, *, block_size: int, mask_id: int, batch_size: int, accumulate: int = 1,
+          ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False, seed: int = 0) -> Iterator[dict]:
     """Run the remaining steps of a stage, in place; block_size 1 is the AR stage. Yields a report of every step.
 
     A step is `accumulate` forward passes over `batch_size` examples in every process; its gradient does
@@ -797,10 +769,10 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
     """
     model, (rank, world) = training.model, processes()
     size = batch_size * accumulate * world
-    stream = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
+    upcoming = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
     model.train()
     while training.step < training.steps:
-        batch = list(itertools.islice(stream, size))
+        batch = list(itertools.islice(upcoming, size))
         if size > batch_size:  # texts of similar length share a pass; the longest first: if they fit, all do
             batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
         mine = [batch[i : i + batch_size] for i in range(rank * batch_size, size, world * batch_size)]
@@ -831,49 +803,51 @@ def train(training: Training, examples: Sequence, *, block_size: int, mask_id: i
 # --------------------------------------------------------------------------------------------------
 
 
-def pick(device: str | None = None, dtype: str | torch.dtype | None = None):
-    """(device, dtype) to work with; by default CUDA in bfloat16, else the CPU in float32."""
-    if device is None:
-        device = "cpu"
-        if torch.cuda.is_available():  # with torchrun, one GPU for each process
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def pick(device=None, dtype=None):
+    """(device, dtype) to work with: by default CUDA in bfloat16, else the CPU in float32."""
+    if device is None:  # with torchrun, one GPU for each process
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.empty(0, device=device).device
     except (AssertionError, RuntimeError) as error:
         raise MarsError(f"cannot use the device {device}: {first_line(error)}") from None
-    if dtype is None:
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return device, getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def load(path: str, device: str | None = None, dtype=None, need_template: bool = False):
+def load(path: str, device: str | None = None, dtype: str | torch.dtype | None = None, need_template: bool = False):
     """(model, tokenizer) of a local folder or a model on the hub, ready to decode.
 
-    A tokenizer without a chat template gets a plain one, with a note to the user. Raises MarsError
-    for what cannot be loaded or is not supported, and with `need_template` for a missing template.
+    A tokenizer without a chat template gets a plain one, with a note to the user, or is refused with
+    `need_template`. Raises MarsError for whatever cannot be loaded or is not supported.
     """
     device, dtype = pick(device, dtype)
-    if device.type == "cpu":  # else each pass copies grouped keys and values, in the baseline, too
+    if device.type == "cpu":  # otherwise each pass copies grouped keys and values, Hugging Face's too
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-        if info["missing_keys"]:
-            raise MarsError(f"it lacks {min(info['missing_keys'])}")
+        tokenizer, options = AutoTokenizer.from_pretrained(path), dict(attn_implementation="sdpa", output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        require(not info["missing_keys"], f"it lacks {min(info['missing_keys'], default='')}")
         model.to(device).eval()
     except Exception as error:  # missing, truncated, not a model, no network, no memory, …
-        reason, advice = first_line(error), "make one with `python mars.py train`, or name another"
-        raise MarsError(f"cannot load a checkpoint from {path} ({reason}): {advice}") from None
+        advice = "make one with `python mars.py train`, or name another"
+        raise MarsError(f"cannot load a checkpoint from {path} ({first_line(error)}): {advice}") from None
     if not tokenizer.chat_template:
-        if need_template:
-            raise MarsError(f"{path} has no chat template: name an instruction-tuned model")
+        require(not need_template, f"{path} has no chat template: name an instruction-tuned model")
         print(f"note: {path} has no chat template; using a plain one", file=sys.stderr)
         adds_bos = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + PLAIN_TEMPLATE
     greedy_config(model, tokenizer)
-    check_tokenizer(model, tokenizer)
+    # A special token that the template does not write never occurs: `render` refuses it in a message.
+    written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
+    rows, added = model.get_input_embeddings().num_embeddings, tokenizer.added_tokens_decoder
+    for name, i in tokenizer.get_vocab().items():
+        never = i in added and added[i].special and name not in written
+        require(i < rows or never, f"the token {name} has id {i}, but the model has {rows} embeddings")
     check_model(model)
     return model, tokenizer
 
@@ -881,111 +855,59 @@ def load(path: str, device: str | None = None, dtype=None, need_template: bool =
 def greedy_config(model, tokenizer):
     """Reduce the generation config to greedy decoding, so that ours and Hugging Face's stop alike.
 
-    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the
-    mask token. A tokenizer without an end token gets the model's.
+    It keeps every end token (the model's, the tokenizer's, the chat template's) and suppresses the mask
+    token. A tokenizer without an end token gets the model's.
     """
-    old, own = model.generation_config, model.config.eos_token_id
+    old, own, pad = model.generation_config, model.config.eos_token_id, tokenizer.pad_token_id
     ends = end_tokens(model) | set(own if isinstance(own, list) else [own]) - {None}
     names = [name for name in tokenizer.convert_ids_to_tokens(sorted(ends)) if name]
     if tokenizer.eos_token is None and names:
         tokenizer.add_special_tokens({"eos_token": names[0]})
     ends |= {closing_token(tokenizer), tokenizer.eos_token_id} - {None}
-    pad = tokenizer.pad_token_id
     if pad is None or pad >= model.get_input_embeddings().num_embeddings:
         pad = min(ends)
-    suppressed = {*(old.suppress_tokens or []), getattr(model.config, "mars_mask_token_id", None)}
-    model.generation_config = GenerationConfig(
-        bos_token_id=model.config.bos_token_id,
-        eos_token_id=sorted(ends),
-        pad_token_id=pad,
-        suppress_tokens=sorted(suppressed - {None}) or None,
-    )
-
-
-def check_tokenizer(model, tokenizer):
-    """Refuse a tokenizer that can produce a token for which the model has no embedding.
-
-    A special token that the chat template does not write never occurs, because `render` refuses it
-    in a message: a pad token, or the token for images in Gemma 3.
-    """
-    written = f"{tokenizer.chat_template} {tokenizer.bos_token} {tokenizer.eos_token}"
-    rows, added = model.get_input_embeddings().num_embeddings, tokenizer.added_tokens_decoder
-    for name, i in tokenizer.get_vocab().items():
-        occurs = i not in added or not added[i].special or name in written
-        if i >= rows and occurs:
-            raise MarsError(f"the token {name} has id {i}, but the model has {rows} embeddings")
+    suppressed = {*(old.suppress_tokens or []), getattr(model.config, "mars_mask_token_id", None)} - {None}
+    model.generation_config = GenerationConfig(bos_token_id=model.config.bos_token_id, eos_token_id=sorted(ends),
+                                               pad_token_id=pad, suppress_tokens=sorted(suppressed) or None)
 
 
 @functools.lru_cache(1)
-def check_model(model):
-    """Refuse a model for which our masks, positions, cache or output layer would be wrong."""
-
-    def require(right: bool, reason: str):
-        if not right:
-            raise MarsError(f"{model.config.model_type} is not supported: {reason}")
-
-    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
-    require(not others and not model._is_stateful, "it has recurrent or chunked layers")
-    require(model.config._attn_implementation == "sdpa", "load it with attn_implementation='sdpa'")
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    for part in (rope, *rope.values()):  # some models have one for each kind of layer
-        if isinstance(part, dict) and part.get("rope_type") in ("dynamic", "longrope"):
-            original = part.get("original_max_position_embeddings", math.inf)
-            require(original >= window(model), "positions depend on the longest row of a batch")
-    for name, weight in model.named_parameters():
-        require(weight.isfinite().all(), f"its weights are not finite, among them {name}")
-    try:
-        errors = tiny_example(model)
-    except Exception as error:
-        require(False, f"it does not take our masks or cache ({first_line(error)})")
-    limit = 1e-3 if model.dtype == torch.float32 else 0.1
-    for way, error in errors.items():
-        require(not math.isnan(error), "its logits are not finite")
-        require(error < limit, f"its logits in {way} are not those of the plain text")
-
-
 @torch.inference_mode()
-def tiny_example(model) -> dict[str, float]:
-    """How far logits in training and decoding are from those of plain text, relative to these."""
-
-    def error(ours: torch.Tensor, plain: torch.Tensor) -> float:
-        return float((ours - plain).abs().mean() / plain.std())
-
+def check_model(model):
+    """Refuse a model for which our masks, positions, cache or output layer would be wrong, judged by its
+    config and by a tiny example: logits in training and over the cache must be those of plain text."""
+    kind = f"{model.config.model_type} is not supported:"
+    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
+    require(not others and not model._is_stateful, f"{kind} it has recurrent or chunked layers")
+    require(model.config._attn_implementation == "sdpa", f"{kind} load it with attn_implementation='sdpa'")
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    require(not re.search("'(dynamic|longrope)'", rope), f"{kind} positions depend on the longest row of a batch")
+    broken = [name for name, weight in model.named_parameters() if not weight.isfinite().all()]
+    require(not broken, f"{kind} its weights are not finite, among them {broken[:1]}")
     text = [(7 * i + 3) % model.get_input_embeddings().num_embeddings for i in range(10)]
-    prompt, response, mask = text[:3], text[3:9], text[9]
-
-    def plain(ids: list[int], last: int = 0) -> torch.Tensor:
-        ids = torch.tensor([ids], device=model.device)
-        return model(input_ids=ids, use_cache=False).logits[0, -last:].float()
-
-    rows = collate([(prompt, response, 1)], 4, mask)  # masks at index 0, 1, 2 | 3, 4
-    rows = {name: tensor.to(model.device) for name, tensor in rows.items()}
-    hidden = model.get_decoder()(
-        input_ids=rows["ids"],
-        position_ids=rows["positions"],
-        attention_mask=by_layer(model, rows["visible"], rows["positions"], rows["positions"]),
-        use_cache=False,
-    ).last_hidden_state
-    masks = [plain(prompt + [mask] * 3, 3), plain(prompt + response[:3] + [mask] * 2, 2)]
-    cache = SlotCache(1, window(model))
-    forward(model, cache, [prompt], *cache.prepare(0, [3], 3, 0, 0, model.device), 1)
-    new = response[:2] + [mask] * 3
-    decoded = forward(model, cache, [new], *cache.prepare(0, [5], 2, 0, 3, model.device), 4)[0]
-    return {
-        "training": error(project(model, hidden[0]), torch.cat([plain(prompt + response), *masks])),
-        "decoding": error(decoded, plain(prompt + new, 4)),
-    }
+    prompt, x, M, device = text[:3], text[3:9], text[9], model.device
+    plain = lambda ids: model(torch.tensor([ids], device=device), use_cache=False).logits[0].float()
+    try:
+        rows = {name: tensor.to(device) for name, tensor in collate([(prompt, x, 1)], 4, M).items()}
+        trained, cache = project(model, last_hidden(model, rows)[0]), SlotCache(1, window(model))  # masks at 0 1 2 | 3 4
+        forward(model, cache, [prompt], *cache.prepare(0, [3], 3, 0, 0, device), 1)
+        decoded = forward(model, cache, [[*x[:2], M, M, M]], *cache.prepare(0, [5], 2, 0, 3, device), 4)[0]
+        pairs = [(trained[:9], plain(prompt + x)), (trained[9:12], plain(prompt + [M] * 3)[3:]),
+                 (trained[12:], plain(prompt + x[:3] + [M] * 2)[6:]), (decoded, plain(prompt + x[:2] + [M] * 3)[4:])]
+        error = sum(float((ours - theirs).abs().mean() / theirs.std()) for ours, theirs in pairs)
+    except Exception as problem:
+        raise MarsError(f"{kind} it does not take our masks or cache ({first_line(problem)})") from None
+    near = error < (1e-3 if model.dtype == torch.float32 else 0.3)  # which NaN is not
+    require(near, f"{kind} its logits in training or decoding are not those of the plain text, or not finite")
 
 
 def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
     """The id of the mask token, which adds no parameter: it takes an embedding that is there.
 
-    In this order: the token called `name`, if it is special and unused; the tokenizer's own mask
-    token; a new name for an embedding that no token has. Raises MarsError where there is none,
-    with the candidates for `name`.
+    In this order: the token called `name`, if it is special and unused; the tokenizer's own mask token; a
+    new name for an embedding that no token has. Raises MarsError where there is none, with candidates.
     """
-    used = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id}
-    used.add(tokenizer.unk_token_id)
+    used = {*end_tokens(model), tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     added = tokenizer.added_tokens_decoder.items()
     spare = {token.content: i for i, token in added if token.special and i not in used}
     vocab, rows = tokenizer.get_vocab(), set(range(model.get_input_embeddings().num_embeddings))
@@ -995,16 +917,14 @@ def choose_mask_token(model, tokenizer, name: str | None = None) -> int:
         tokenizer.add_special_tokens({"mask_token": name or "<|mask|>"})
     # subtle: where ids have gaps, a new token can get the id of an old one
     free = rows - (set(vocab.values()) - set(spare.values()))
-    if tokenizer.mask_token_id not in free or name not in (None, tokenizer.mask_token):
-        problem = f"{name} is not an unused special token"
-        if name is None:
-            problem = "the model has no room for a mask token"
-        candidates = " ".join(spare) or "which this tokenizer has none"
-        raise MarsError(f"{problem}: name one with --mask-token, of {candidates}")
+    found = tokenizer.mask_token_id in free and name in (None, tokenizer.mask_token)
+    problem = f"{name} is not an unused special token" if name else "the model has no room for a mask token"
+    candidates = " ".join(spare) or "which this tokenizer has none"
+    require(found, f"{problem}: name one with --mask-token, of {candidates}")
     return tokenizer.mask_token_id
 
 
-def save(model, tokenizer, folder: Path, block_size: int, mask_id: int, weights: dict | None = None):
+def save(model, tokenizer, folder, block_size, mask_id, weights=None):
     """Write a checkpoint that `AutoModelForCausalLM` takes as it is, an AR one for block size 1."""
     model.config.mars_block_size = block_size if block_size > 1 else None
     model.config.mars_mask_token_id = mask_id if block_size > 1 else None
@@ -1074,49 +994,7 @@ PLAIN_TEMPLATE = (  # for the toy, and for tokenizers that come without one
 )
 
 
-def messages_of(row: dict) -> list[dict] | None:
-    """The chat in a row: `messages`, or `question` and `answer`, or `prompt` and `completion`, each
-    a text or a list of messages. Content in parts is joined, unless some are not text."""
-    chat = row.get("messages")
-    for ask, reply in (("question", "answer"), ("prompt", "completion"), ("prompt", "answer")):
-        if chat is None and row.get(ask) is not None and row.get(reply) is not None:
-            chat = turns(row[ask], "user") + turns(row[reply], "assistant")
-    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
-        return None
-    chat = without_padding(chat)
-    for message in chat:
-        content = message.get("content")
-        if isinstance(content, (int, float)):  # "answer": 18
-            message["content"] = str(content)
-        if isinstance(content, list):
-            others = [part for part in content if not is_text(part)]
-            message["content"] = others or "".join(part.get("text", "") for part in content)
-    return chat
-
-
-def turns(side, role: str) -> list:
-    return side if isinstance(side, list) else [{"role": role, "content": side}]
-
-
-def is_text(part) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text"
-
-
-def without_padding(value):
-    """`value` without the nulls with which Parquet pads dicts, and with tool-call `arguments` that
-    are JSON text parsed. Nulls in lists and in JSON text are values, and stay."""
-    if isinstance(value, list):
-        return [without_padding(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {name: without_padding(item) for name, item in value.items() if item is not None}
-    if isinstance(kept.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            kept["arguments"] = json.loads(kept["arguments"] or "{}")
-    return kept
-
-
-def read_rows(data: str, split: str) -> Sequence[dict]:
+def read_rows(data: str, split: str):
     """Rows of a JSON or Parquet file, a folder, or a data set NAME or NAME:CONFIG on the hub.
 
     A folder holds Parquet files, or what `save_to_disk` wrote. Raises MarsError without any rows.
@@ -1136,18 +1014,15 @@ def read_rows(data: str, split: str) -> Sequence[dict]:
             else:
                 rows = load_dataset(*data.split(":"), split=split)
         except Exception as error:  # from the hub, the network or the files of the data set
-            reason = first_line(error.__cause__ or error)
-            raise MarsError(f"cannot load the data set {data}: {reason}") from None
-    if not len(rows):
-        raise MarsError(f"{data} is empty")
+            raise MarsError(f"cannot load the data set {data}: {first_line(error.__cause__ or error)}") from None
+    require(len(rows), f"{data} is empty")
     return rows
 
 
-def read_json(path: Path) -> list[dict]:
-    """Rows of a file with a JSON object on every line, or with an array of them."""
-    # `datasets` fails on half a surrogate pair, and reads "9" as a number in a mixed column.
-    if not path.is_file():
-        raise MarsError(f"there is no data file {path}")
+def read_json(path):
+    """Rows of a file with a JSON object on every line, or with an array of them. (`datasets` fails on half a
+    surrogate pair, and reads "9" as a number in a mixed column.)"""
+    require(path.is_file(), f"there is no data file {path}")
     rows, number, unpack = [], 1, gzip.open if path.suffix == ".gz" else open
     try:
         with unpack(path, "rt", encoding="utf-8-sig", errors="replace") as file:
@@ -1159,46 +1034,28 @@ def read_json(path: Path) -> list[dict]:
                     rows += map(dict, found if is_array else [found])
     except (EOFError, OSError, zlib.error, ValueError, TypeError) as error:
         number += getattr(error, "lineno", 1) - 1  # within an array
-        problem = getattr(error, "msg", error)
-        raise MarsError(f"{path}, line {number} is not a JSON object: {problem}") from None
+        raise MarsError(f"{path}, line {number} is not a JSON object: {getattr(error, 'msg', error)}") from None
     return rows
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def render(tokenizer, messages: list[dict], tools=None, **options) -> str:
-    """The text of a chat as the template writes it. Raises MarsError where that would be wrong."""
-    for message in messages:
-        content = message.get("content") or ""
-        if not isinstance(content, str):
-            raise MarsError(f"content that is not text: {str(content)[:40]}")
-    written = json.dumps([messages, tools], ensure_ascii=False, default=str)
-    if '"arguments": "' in written:
-        raise MarsError("tool-call arguments that are not JSON")
-    control = control_tokens(tokenizer, len(tokenizer)).search(written)
-    if control:
-        raise MarsError(f"the control token {control[0]} is written out")
-    text = apply_template(tokenizer, messages, tools, **options)
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a surrogate pair is not a character
-
-
-def apply_template(tokenizer, messages: list[dict], tools=None, **options) -> str:
-    try:
-        tools = json.loads(tools) if tools and isinstance(tools, str) else tools
-        return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
-    except Exception as error:  # some refuse system turns, say, or two questions in a row
-        raise MarsError(f"refused by the chat template ({first_line(error)})") from None
-
-
-@functools.lru_cache(8)
-def control_tokens(tokenizer, size: int) -> re.Pattern:
-    """What no message may spell out: special tokens and the end of a turn. `size` is
-    len(tokenizer), for the cache: a mask token may have been added."""
-    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names.add(tokenizer.convert_ids_to_tokens(closing_token(tokenizer)))
-    return re.compile("|".join(re.escape(name) for name in names if name.strip()))
+def messages_of(row: dict) -> list[dict] | None:
+    """The chat in a row: `messages`, or `question` and `answer`, or `prompt` and `completion` or `answer`,
+    each a text or a list of messages. Content in parts is joined, unless some are not text."""
+    chat, turns = row.get("messages"), lambda side, role: side if isinstance(side, list) else [{"role": role, "content": side}]
+    for ask, reply in (("question", "answer"), ("prompt", "completion"), ("prompt", "answer")):
+        if chat is None and row.get(ask) is not None and row.get(reply) is not None:
+            chat = turns(row[ask], "user") + turns(row[reply], "assistant")
+    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+        return None
+    chat = without_padding(chat)
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, (int, float)):  # "answer": 18
+            message["content"] = str(content)
+        if isinstance(content, list):
+            others = [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]
+            message["content"] = others or "".join(part.get("text", "") for part in content)
+    return chat
 
 
 def question_of(row: dict) -> list[dict]:
@@ -1207,20 +1064,63 @@ def question_of(row: dict) -> list[dict]:
     return messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
 
 
+def without_padding(value):
+    """`value` without the nulls with which Parquet pads dicts, and with tool-call `arguments` that are JSON
+    text parsed. Nulls in lists and in JSON text are values, and stay."""
+    if isinstance(value, list):
+        return [without_padding(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: without_padding(item) for name, item in value.items() if item is not None}
+    if isinstance(kept.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            kept["arguments"] = json.loads(kept["arguments"] or "{}")
+    return kept
+
+
+def apply_template(tokenizer, messages, tools=None, **options):
+    try:
+        tools = json.loads(tools) if tools and isinstance(tools, str) else tools
+        return tokenizer.apply_chat_template(messages, tools or None, tokenize=False, **options)
+    except Exception as error:  # some refuse system turns, say, or two questions in a row
+        raise MarsError(f"refused by the chat template ({first_line(error)})") from None
+
+
+def ids_of(tokenizer, text):
+    # subtle: the template writes the beginning-of-text token itself, if it wants one
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
 @functools.cache
 def closing_token(tokenizer) -> int:
     """The token that ends an assistant's turn in the chat template, else the end token."""
-    chat = turns("Hi", "user") + turns("@@", "assistant")
+    chat = messages_of({"question": "Hi", "answer": "@@"})
     tail = ids_of(tokenizer, apply_template(tokenizer, chat).rpartition("@@")[2])
-    added = [token for token in tail if token in tokenizer.added_tokens_decoder]
-    if not added and tokenizer.eos_token_id is None:
-        raise MarsError("neither the tokenizer nor its chat template has an end token")
-    return added[0] if added else tokenizer.eos_token_id
+    added = [token for token in tail if token in tokenizer.added_tokens_decoder] + [tokenizer.eos_token_id]
+    require(added[0] is not None, "neither the tokenizer nor its chat template has an end token")
+    return added[0]
 
 
-def ids_of(tokenizer, text: str) -> list[int]:
-    # subtle: the template writes the beginning-of-text token itself, if it wants one
-    return tokenizer(text, add_special_tokens=False).input_ids
+@functools.lru_cache(8)
+def control_tokens(tokenizer, size):
+    """What no message may spell out: special tokens and the end of a turn. `size` is len(tokenizer), for the
+    cache: a mask token may have been added."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names.add(tokenizer.convert_ids_to_tokens(closing_token(tokenizer)))
+    return re.compile("|".join(re.escape(name) for name in names if name.strip()))
+
+
+def render(tokenizer, messages, tools=None, **options):
+    """The text of a chat as the template writes it. Raises MarsError where that would be wrong."""
+    for message in messages:
+        content = message.get("content") or ""
+        require(isinstance(content, str), f"content that is not text: {str(content)[:40]}")
+    written = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    require('"arguments": "' not in written, "tool-call arguments that are not JSON")
+    control = control_tokens(tokenizer, len(tokenizer)).search(written)
+    require(not control, f"the control token {control and control[0]} is written out")
+    text = apply_template(tokenizer, messages, tools, **options)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)  # half a surrogate pair is not a character
 
 
 def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
@@ -1229,38 +1129,32 @@ def chat_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def encode(tokenizer, row: dict, max_length: int = 512):
-    """([(prompt ids, response ids), …], [why a turn is unusable, …]) of a row of data: an example
-    for every assistant turn, through its end token or cut at `max_length` tokens."""
+    """([(prompt ids, response ids), …], [why a turn is unusable, …]) of a row of data: an example for every
+    assistant turn, through its end token or cut at `max_length` tokens."""
     examples, problems, messages = [], [], messages_of(row) or []
     for i, message in enumerate(messages):
         if message.get("role") == "assistant":
             try:
-                tools = without_padding(row.get("tools"))
-                prompt, response = encode_turn(tokenizer, messages[: i + 1], tools)
-                if len(prompt) >= max_length:
-                    raise MarsError(f"prompt of {max_length} tokens or more")
-                if row.get("stop") == "length":  # an answer of ours that was cut: it does not end there
+                prompt, response = encode_turn(tokenizer, messages[: i + 1], without_padding(row.get("tools")))
+                require(len(prompt) < max_length, f"prompt of {max_length} tokens or more")
+                if row.get("stop") == "length":  # an answer of `generate` that was cut: it does not end there
                     response = response[:-1]
                 examples.append((prompt, response[: max_length - len(prompt)]))
             except Exception as error:  # whatever the template or the tokenizer raises
                 problems.append(first_line(error))
-    if not examples and not problems:
-        problems.append("no assistant turn")
-    return examples, problems
+    return examples, problems if examples or problems else ["no assistant turn"]
 
 
-def encode_turn(tokenizer, messages: list[dict], tools) -> tuple[list[int], list[int]]:
-    """(prompt ids, response ids) of a chat that ends with an assistant's turn. Few templates mark
-    what the assistant generates: the chat is rendered with its last turn and without it."""
-    if not (str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")):
-        raise MarsError("empty response")
+def encode_turn(tokenizer, messages, tools):
+    """(prompt ids, response ids) of a chat that ends with an assistant's turn. Few templates mark what the
+    assistant generates: the chat is rendered with its last turn and without it."""
+    said = str(messages[-1].get("content", "")).strip() or messages[-1].get("tool_calls")
+    require(said, "empty response")
     start = render(tokenizer, messages[:-1], tools, add_generation_prompt=True)
     full = render(tokenizer, messages, tools)
-    if not full.startswith(start):
-        raise MarsError("the chat template writes a question differently once it is answered")
+    require(full.startswith(start), "the chat template writes a question differently once it is answered")
     prompt, whole, end = ids_of(tokenizer, start), ids_of(tokenizer, full), closing_token(tokenizer)
-    if not prompt:
-        raise MarsError("nothing comes before the response")
+    require(prompt, "nothing comes before the response")
     response = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:  # a token reaches over the border, where decoding begins
         response = ids_of(tokenizer, full[len(start) :])
@@ -1272,12 +1166,11 @@ def encode_turn(tokenizer, messages: list[dict], tools) -> tuple[list[int], list
 # A toy world of problems, to see the whole method work in minutes
 # --------------------------------------------------------------------------------------------------
 # A language model is unsure where the writer had a choice and sure where the text was forced. The toy
-# text has both: names, objects and <phrasing|wording> are drawn at random, numbers and syntax follow
-# from the question.
+# text has both: names, objects and <phrasing|wording> are drawn at random, the numbers follow.
 
 NAMES = "Ann Ben Cara Dan Eve Finn Gus Hana Ivan Jade Kim Leo".split()
 THINGS = "apples books cards coins eggs figs keys pens plums shells stamps toys".split()
-QUESTIONS = {  # the two operations: the question
+QUESTIONS = {  # by the two operations
     "+-": "{n} has {a} {t}, <gets|finds|buys> {b} more and <then|later> <loses|sells|gives away> {c}.",
     "-+": "{n} has {a} {t}, <loses|sells|gives away> {b} and <then|later> <gets|finds|buys> {c} more.",
 }
@@ -1289,21 +1182,18 @@ ANSWER = (
 )
 
 
-def toy_problem(rng: random.Random) -> dict:
+def toy_problem(rng):
     """A two-step word problem in GSM8K's form. `key` identifies it: its two steps."""
     op, op2 = rng.choice(list(QUESTIONS))
-    a, b, c = (rng.randint(2, 9) for _ in range(3))
-    if op == "+":
-        r, s = a + b, a + b - c
-    else:  # a is what is left; there were a + b
-        a, r, s = a + b, a, a + c
+    r, b, c = (rng.randint(2, 9) for _ in range(3))
+    a, r = (r, r + b) if op == "+" else (r + b, r)  # a op b = r, r op2 c = s
+    s = r - c if op2 == "-" else r + c
     if s < 0:
         return toy_problem(rng)
     fields = dict(n=rng.choice(NAMES), t=rng.choice(THINGS), a=a, b=b, c=c, r=r, s=s, op=op, op2=op2)
     # Resolve every <one|of|these> at random, then fill in the {fields}.
     vary = lambda text: re.sub("<(.*?)>", lambda m: rng.choice(m[1].split("|")), text).format(**fields)
-    key = f"{a}{op}{b}{op2}{c}"
-    return {"key": key, "question": vary(QUESTIONS[op + op2] + ASK), "answer": vary(ANSWER)}
+    return {"key": f"{a}{op}{b}{op2}{c}", "question": vary(QUESTIONS[op + op2] + ASK), "answer": vary(ANSWER)}
 
 
 def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
@@ -1318,27 +1208,26 @@ def toy_rows(split: str, n: int, seed: int = 0) -> list[dict]:
 
 def toy_model(seed: int = 0):
     """A Qwen2-type model of 1.2 million parameters and a byte-level BPE tokenizer trained on the toy text."""
-    texts = ("User:\n{}\nAssistant:\n{}".format(*(m["content"] for m in messages_of(row))) for row in toy_rows("train", 4000, seed))
+    texts = (f"User:\n{row['question']}\nAssistant:\n{row['answer']}" for row in toy_rows("train", 4000, seed))
     names = dict(pad_token="<|pad|>", eos_token="<|end|>", mask_token="<|mask|>", unk_token=None)
     tokenizer = transformers.Qwen2Tokenizer(**names).train_new_from_iterator(texts, vocab_size=640, show_progress=False)
     tokenizer.chat_template = PLAIN_TEMPLATE
     torch.manual_seed(seed)
+    sizes = dict(hidden_size=160, intermediate_size=384, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=5)
     config = transformers.Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=160, intermediate_size=384, num_hidden_layers=4, num_attention_heads=5,
-        num_key_value_heads=5, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+        **sizes, vocab_size=len(tokenizer), max_position_embeddings=512, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return transformers.Qwen2ForCausalLM(config), tokenizer
 
 
-def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
+def load_rows(data, split="train", seed=0):
     """Rows of chat data: those of the toy for "toy", else see `read_rows`."""
     if data == "toy":
         return toy_rows(split, 20_000, seed)
     rows = read_rows(data, split)
-    if not any(messages_of(row) for row in rows):
-        columns = ", ".join(rows[0]) or "none at all"
-        raise MarsError(f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
+    usable = any(messages_of(row) for row in rows)
+    columns = ", ".join(rows[0]) or "none at all"
+    require(usable, f"{data} has no usable columns ({columns}): use messages, or question and answer, or prompt and completion")
     return rows
 
 
@@ -1347,11 +1236,9 @@ def load_rows(data: str, split: str = "train", seed: int = 0) -> Sequence[dict]:
 # --------------------------------------------------------------------------------------------------
 
 
-def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size: int, lookup: int = 0) -> list[Output]:
-    """The model's own Hugging Face `generate`: greedy, in fixed batches padded on the left, as a user would run it.
-
-    `lookup`: the tokens that its prompt look-up drafts in a pass (batch size 1 only).
-    """
+def hf_generate(model, prompts, max_new_tokens, batch_size, lookup=0) -> list[Output]:
+    """The model's own Hugging Face `generate`: greedy, in fixed batches padded on the left, as a user would
+    run it. `lookup`: how many tokens its prompt look-up drafts (batch size 1 only)."""
     outs, ends, pad = [], end_tokens(model), model.generation_config.pad_token_id
     for i in range(0, len(prompts), batch_size):
         batch = prompts[i : i + batch_size]
@@ -1366,26 +1253,21 @@ def hf_generate(model, prompts: list[list[int]], max_new_tokens: int, batch_size
     return outs
 
 
-def timed(model, work: Callable) -> tuple:
-    """(result, seconds, forward passes) of one run of `work`, with all that it queued on the device."""
+def timed(model, work):
+    """(result, seconds) of one run of `work`, with all that it queues on the device."""
     sync = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
-    passes = []
-    hook = model.register_forward_hook(lambda *_: passes.append(1))
     sync()
     start = time.perf_counter()
     result = work()
     sync()
-    seconds = time.perf_counter() - start
-    hook.remove()
-    return result, seconds, len(passes)
+    return result, time.perf_counter() - start
 
 
-def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: list[float], max_new_tokens: int,
-          repeats: int, metric: str = "probability", lossless: bool = False) -> Iterator[dict]:  # fmt: skip
-    """Time Hugging Face `generate`, with and without prompt look-up, and ours in every mode; yields a row for each.
+def bench(model, prompts, batch_sizes, thresholds, max_new_tokens, repeats, metric="probability", lossless=False):
+    """Time Hugging Face `generate`, with and without prompt look-up, and ours in every mode; yields a row each.
 
-    All modes take turns in every repeat, so that a noisy machine affects all alike; figures are medians of the
-    repeats, after a warm-up. `limit` is what the speedup would be if a pass cost no more than AR's.
+    All modes take turns in every repeat, so that a noisy machine affects all alike; figures are medians of
+    the repeats, after a warm-up. `limit` is what the speedup would be if a pass cost no more than AR's.
     """
     ar, hf = ("ar", METRICS[metric][0]), ("hf", None)
     for size in batch_sizes:
@@ -1398,18 +1280,16 @@ def bench(model, prompts: list[list[int]], batch_sizes: list[int], thresholds: l
                 if name in ("hf", "lookup"):
                     work = lambda: hf_generate(model, prompts, max_new_tokens, size, 3 * (name == "lookup"))
                 results.append(timed(model, work))
-        seconds = {mode: statistics.median(t for _, t, _ in results[1:]) for mode, results in runs.items()}
+        seconds = {mode: statistics.median(t for _, t in results[1:]) for mode, results in runs.items()}
         for mode, results in runs.items():
-            outs, _, passes = results[-1]
-            tokens, steps = (sum(len(part) for part in column) for column in zip(*((o.tokens, o.steps) for o in outs)))
-            per_forward = None if mode[0] == "lookup" else tokens / steps
+            outs, tokens = results[-1][0], sum(len(out.tokens) for out in results[-1][0])
+            per_pass = None if mode[0] == "lookup" else tokens / sum(len(out.steps) for out in outs)
             yield {
-                "mode": mode[0], "threshold": mode[1], "batch_size": size, "tokens_per_forward": per_forward,
-                "ms_per_forward": 1000 * seconds[mode] / passes, "tokens_per_second": tokens / seconds[mode],
-                "speedup": seconds[hf] / seconds[mode], "limit": per_forward and per_forward * seconds[hf] / seconds[ar],
+                "mode": mode[0], "threshold": mode[1], "batch_size": size, "tokens_per_forward": per_pass,
+                "tokens_per_second": tokens / seconds[mode], "speedup": seconds[hf] / seconds[mode],
+                "limit": per_pass and per_pass * seconds[hf] / seconds[ar], "accuracy": None, "n": len(prompts),
                 "same_as_hf": sum(a.tokens == b.tokens for a, b in zip(outs, runs[hf][-1][0])),
-                "accuracy": None, "n": len(prompts),
-            }  # fmt: skip
+            }
 
 
 def bench_train(model, examples, block_size, mask_id, batch_size, repeats):
@@ -1443,7 +1323,7 @@ def peak_memory(device, reset=False):
 
 
 # --------------------------------------------------------------------------------------------------
-# The command line
+# The command line: train
 # --------------------------------------------------------------------------------------------------
 
 
@@ -1468,8 +1348,8 @@ def train_command(args):
     stages = ("ar", "mars") if args.stage == "both" else (args.stage,)
     require(toy or args.data, "name the chat data to train on with --data FILE.jsonl or --data HUB_ID")
     require(args.block_size >= 2, f"block size {args.block_size} is out of range: a block of 1 has no masks")
-    sharded = not args.shard or "WORLD_SIZE" in os.environ
-    require(sharded, "--shard needs several processes: torchrun --nproc_per_node N mars.py train …")
+    several = not args.shard or "WORLD_SIZE" in os.environ
+    require(several, "--shard needs several processes: torchrun --nproc_per_node N mars.py train …")
     args.lr, args.batch_size = args.lr or (5e-3 if toy else 1e-4), args.batch_size or (32 if toy else 4)
     device = "cpu" if args.shard else args.device  # a share moves to its device when it is cut off
     start = str(out / "ar") if toy and args.stage == "mars" else args.model
@@ -1493,6 +1373,11 @@ def train_command(args):
             start = str(out / stage)
 
 
+def progress(items, **options):
+    """A bar on a terminal, on rank 0 only."""
+    return tqdm(items, disable=True if processes()[0] else None, **options)
+
+
 def tokenize(tokenizer, rows, max_length):
     """All examples of the data, four bytes a token; prints how many there are, and what is unusable."""
     examples, problems, unusable = [], Counter(), 0
@@ -1509,15 +1394,16 @@ def tokenize(tokenizer, rows, max_length):
 
 def train_stage(args, folder, start, model, tokenizer, mask_id, examples, found):
     """Train OUT/STAGE, from the checkpoint `found` on if there is one; Ctrl-C and SIGTERM write one first."""
-    stage, size = folder.name, args.batch_size * args.accumulate * processes()[1]
+    stage, partial = folder.name, folder.with_name(f"{folder.name}.partial")
+    size = args.batch_size * args.accumulate * processes()[1]
     steps = args.max_steps or math.ceil(args.epochs * len(examples) / size)
     if args.model == "toy":
         steps = args.max_steps or TOY_STEPS[stage]
     how = {"block_size": args.block_size, "ar_weight": args.ar_weight} if stage == "mars" else {"block_size": 1}
     how |= {name: getattr(args, name) for name in ("seed", "fixed_phase", "full_block")} | {"mask_id": mask_id}
     checksum = functools.reduce(lambda crc, part: zlib.crc32(part, crc), itertools.chain(*examples), 0)
-    settings = how | {"model": start, "steps": steps, "lr": args.lr, "examples_per_step": size,
-                      "data": f"{len(examples)} examples, checksum {checksum:08x}"}  # fmt: skip
+    data = f"{len(examples)} examples, checksum {checksum:08x}"
+    settings = how | {"model": start, "steps": steps, "lr": args.lr, "examples_per_step": size, "data": data}
     trained = json.loads((found / "training.json").read_text()) if found else settings
     for name, value in settings.items():
         same = trained.get(name) == value
@@ -1531,30 +1417,42 @@ def train_stage(args, folder, start, model, tokenizer, mask_id, examples, found)
         training.restore(torch.load(found / "training.pt", weights_only=True, mmap=True))
     print(f"{stage}: steps {training.step + 1} to {steps} of {size} examples → {folder}")
     reports = train(training, examples, batch_size=args.batch_size, accumulate=args.accumulate, **how)
-    run_steps(reports, training, tokenizer, folder.with_name(f"{stage}.partial"), settings, args.save_every)
+    run_steps(reports, training, args.save_every, lambda: write_checkpoint(training, tokenizer, partial, settings))
     if processes()[0] == 0:
-        replace(folder.with_name(f"{stage}.partial"), folder)
+        replace(partial, folder)
         (folder / "training.pt").unlink()
     if dist.is_initialized():
         dist.barrier()
 
 
-def run_steps(reports, training, tokenizer, partial, settings, save_every):
-    """Print how training goes and write checkpoints, until it ends or is stopped."""
-    bar = progress(reports, desc=partial.stem, total=training.steps, initial=training.step, unit="step")
-    recent, since = [], time.perf_counter()
-    with stop_requests() as requested:
+def run_steps(reports, training, save_every, write):
+    """Print how training goes and write checkpoints, until it ends or is stopped by Ctrl-C or SIGTERM."""
+    bar = progress(reports, total=training.steps, initial=training.step, unit="step")
+    recent, since, caught = [], time.perf_counter(), []
+
+    def stop_requested():
+        answers = [bool(caught)] * processes()[1]
+        if dist.is_initialized():
+            dist.all_gather_object(answers, bool(caught))
+        return any(answers)  # all ranks stop after the same step
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: caught.append(number)) for number in signals]
+    try:
         for report in bar:
             recent.append(report)
             last = training.step == training.steps
             if last or training.step == 1 or training.step % math.ceil(training.steps / 16) == 0:
                 bar.write(describe(recent, time.perf_counter() - since))
                 recent, since = [], time.perf_counter()
-            stop = requested()
+            stop = stop_requested()
             if stop or last or training.step % save_every == 0:
-                write_checkpoint(training, tokenizer, partial, settings)
-            if stop or last and requested():  # a request may arrive during the last write
+                write()
+            if stop or last and stop_requested():  # a request may arrive during the last write
                 raise KeyboardInterrupt(f"stopped after step {training.step}, which is saved: --resume continues")
+    finally:
+        for number, handler in zip(signals, before):
+            signal.signal(number, handler)
 
 
 def describe(reports, seconds):
@@ -1565,31 +1463,6 @@ def describe(reports, seconds):
         right = " ".join(f"{h / c:3.0%}" for h, c in zip(hits[1:].tolist(), count[1:].tolist()) if c)
         line += f"  mask loss {nll[1:].sum() / count[1:].sum():.3f}  masks right {right}"
     return f"{line}  {count[0] / seconds:,.0f} tokens/s"
-
-
-@contextlib.contextmanager
-def stop_requests():
-    """Catch Ctrl-C and SIGTERM; yields a function that tells whether any process has received one."""
-    caught = []
-
-    def requested():
-        answers = [bool(caught)] * processes()[1]
-        if dist.is_initialized():
-            dist.all_gather_object(answers, bool(caught))
-        return any(answers)  # all ranks stop after the same step
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, _: caught.append(number)) for number in signals]
-    try:
-        yield requested
-    finally:
-        for number, handler in zip(signals, before):
-            signal.signal(number, handler)
-
-
-def progress(items, **options):
-    """A bar on a terminal, on rank 0 only."""
-    return tqdm(items, disable=True if processes()[0] else None, **options)
 
 
 SHADES = ("48;5;24", "48;5;22", "48;5;53")  # of successive passes or blocks: blue, green, purple
@@ -1611,15 +1484,20 @@ def show_example(tokenizer, example, block_size, mask_id, full_block):
     name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t", "→") or "∅"
     learns = ["" if label == IGNORE else name(label) for label in rows["labels"]]
     mask_at = {int(rows["positions"][column]): column for column in range(C, len(rows["ids"]))}
-    print(f"\n{tokenizer.decode(prompt)}\n\n{P} prompt tokens, {C - P} response tokens, blocks of {block_size}, phase {phase}")
+    print(f"\n{tokenizer.decode(prompt)}\n\n{P} prompt tokens, {C - P} response tokens, phase {phase}")
     print(f"{'clean':14} {'learns':14} noisy {'learns':14} sees")
     for p in range(P - 1, C):
         line = f"{name(rows['ids'][p]):14} {learns[p]:14} "
         if p in mask_at:
-            shade = SHADES[(p - P + phase) // block_size % len(SHADES)]
             sees = rows["visible"][0, mask_at[p], P:C].sum()
+            shade = SHADES[(p - P + phase) // block_size % len(SHADES)]
             line += paint(f"M     {learns[mask_at[p]]:14} x<{sees}", shade)
         print(line.rstrip())
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line: generate, bench
+# --------------------------------------------------------------------------------------------------
 
 
 def answer(model, tokenizer, question, options):
@@ -1662,7 +1540,7 @@ def generate_command(args):
 def answer_rows(args, model, tokenizer, options):
     """Answer the questions of --data in a continuous batch: a line of --out for each, which `train` takes as data."""
     require(args.data and args.out, "--data and --out belong together: whose questions, and a file for the answers")
-    chats = [question_of(row) for row in load_rows(args.data, args.split)][: args.limit]
+    chats = [question_of(row) for row in itertools.islice(load_rows(args.data, args.split), args.limit)]
     out, todo, prompts = Path(args.out), [], []
     lines = [line for line in out.read_text().splitlines(True) if line.endswith("\n")] if out.exists() else []
     done = {record["index"]: record["prompt"] for record in map(json.loads, lines)}
@@ -1677,17 +1555,43 @@ def answer_rows(args, model, tokenizer, options):
     with open(out, "a") as file:
         answers = finished(model, prompts, batch_size=args.batch_size, **options)
         for n, found in progress(answers, total=len(prompts), desc="answers"):
-            text = tokenizer.decode(found.tokens, skip_special_tokens=True)
-            record = {"index": todo[n], "prompt": chats[todo[n]], "answer": text, "steps": found.steps, "stop": found.stop}
+            text, i = tokenizer.decode(found.tokens, skip_special_tokens=True), todo[n]
+            record = {"index": i, "prompt": chats[i], "answer": text, "steps": found.steps, "stop": found.stop}
             file.write(json.dumps(record) + "\n")
             file.flush()
     unusable = len(chats) - len(prompts) - len(done)
     print(f"{len(prompts)} answers → {out}, {len(done)} were there before, {unusable} questions are unusable")
 
 
+def bench_command(args):
+    model, tokenizer = load(args.model, args.device, args.dtype)
+    rows = load_rows(args.data, args.split or ("train" if args.train else "test"))
+    rows, trained = list(itertools.islice(filter(messages_of, rows), args.limit)), trained_block_size(model)
+    print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
+    if args.train:
+        mask_id = choose_mask_token(model, tokenizer, args.mask_token)
+        examples = tokenize(tokenizer, rows, min(512, window(model)))
+        results = bench_train(model.float(), examples, max(4, trained), mask_id, args.batch_sizes[0], args.repeats)
+        print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
+        return write_results(args, model, results)
+    able = trained > 1 or not (args.thresholds or args.lossless)
+    require(able, f"{args.model} was not trained with masks: leave out --thresholds and --lossless")
+    thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained > 1 else []
+    for threshold in thresholds:
+        bounds_for(threshold, args.metric, trained)  # raises before the timing begins
+    prompts = [chat_ids(tokenizer, question_of(row)) for row in rows]
+    print(f"{len(prompts)} prompts, medians of --repeats {args.repeats}")
+    options = (args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, args.lossless)
+    columns = "mode threshold batch_size tokens_per_forward tokens_per_second speedup limit"
+    results = print_table(bench(model, prompts, *options), columns)
+    same = min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
+    print(f"AR and lossless output is Hugging Face's, token for token, on {same} of {len(prompts)} prompts")
+    write_results(args, model, results)
+
+
 TITLES = {"threshold": "τ", "batch_size": "batch", "standard_error": "± SE", "tokens_per_forward": "tokens/pass",
-          "tokens_per_second": "tokens/s", "ms_per_forward": "ms/pass", "step_ms": "ms/step", "peak_memory_mb": "peak MB",
-          "latency_p50": "p50 s", "latency_p95": "p95 s", "mean_threshold": "mean τ"}  # fmt: skip
+          "tokens_per_second": "tokens/s", "step_ms": "ms/step", "peak_memory_mb": "peak MB", "latency_p50": "p50 s",
+          "latency_p95": "p95 s", "mean_threshold": "mean τ"}
 
 
 def print_table(rows, names):
@@ -1728,30 +1632,9 @@ def write_results(args, model, rows, **more):
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 
 
-def bench_command(args):
-    model, tokenizer = load(args.model, args.device, args.dtype)
-    rows = load_rows(args.data, args.split or ("train" if args.train else "test"))
-    rows, trained = list(itertools.islice(filter(messages_of, rows), args.limit)), trained_block_size(model)
-    print(f"{args.model}: {model.num_parameters():,} parameters\n{hardware(model)}")
-    if args.train:
-        mask_id = choose_mask_token(model, tokenizer, args.mask_token)
-        examples = tokenize(tokenizer, rows, min(512, window(model)))
-        results = bench_train(model.float(), examples, max(4, trained), mask_id, args.batch_sizes[0], args.repeats)
-        print_table(results, "mode step_ms tokens_per_second peak_memory_mb time_ratio memory_ratio")
-        return write_results(args, model, results)
-    plain = trained == 1 and (args.thresholds or args.lossless)
-    require(not plain, f"{args.model} was not trained with masks: leave out --thresholds and --lossless")
-    thresholds = (args.thresholds or METRICS[args.metric][:4]) if trained > 1 else []
-    for threshold in thresholds:
-        bounds_for(threshold, args.metric, trained)  # raises before the timing begins
-    prompts = [chat_ids(tokenizer, question_of(row)) for row in rows]
-    print(f"{len(prompts)} prompts, medians of --repeats {args.repeats}")
-    options = (args.batch_sizes, thresholds, args.max_new_tokens, args.repeats, args.metric, args.lossless)
-    columns = "mode threshold batch_size tokens_per_forward ms_per_forward tokens_per_second speedup limit"
-    results = print_table(bench(model, prompts, *options), columns)
-    same = min(row["same_as_hf"] for row in results if row["mode"] in ("ar", "lossless"))
-    print(f"AR and lossless output is Hugging Face's, token for token, on {same} of {len(prompts)} prompts")
-    write_results(args, model, results)
+# --------------------------------------------------------------------------------------------------
+# The command line: options
+# --------------------------------------------------------------------------------------------------
 
 
 def positive(text):

@@ -17,11 +17,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import datasets
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
@@ -1469,31 +1471,40 @@ def test_the_script_metadata_name_the_requirements(module):
     assert json.loads(metadata[1]) == [line for line in requirements if not line.startswith("pytest")]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation: what counts as right, and how model-written code is held
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Evaluation: what counts as right, and how model-written code is held --------------------
+
+NUMBERS = {  # | separates answers, ¶ is a new line
+    18: r"""
+        18 | 18.00 | $18 | **18** | She makes $18/day. | 18% | so 9*2=18 | (18) | ####18 | #### $18.
+        #### 18 eggs per 2 days | #### 9 * 2 = 18 | #### 3¶#### 18 | #### 9 eggs x $2/egg = $18
+        #### 18¶- 9 eggs x 2 | The answer is 18¶- 9 eggs¶- 2 dollars | #### 2. Add¶The answer is 18.
+        #### Step 2: 5 more¶So 18 | #### Day 1 = 5 pages¶So 18 | Answer: 9 eggs * $2 = $18 | 18 m²
+        To find the answer:¶1. Multiply 3*4=12¶2. So 18 eggs | The answer is about 18. And 3 is left
+        \boxed{\$18}, in 7 days | \boxed{\text{18 dollars}} | \boxed{9\times2=18} | x_1 is 18
+        The answer is **18**. If you have questions, answer 3 more | **Answer: 18** (9 times 2)
+        The answer is \(18\). Ask me if you want the other 2 ways. | #### \(18\), 3 left
+        The answer is \[18\] in 3 | \(\boxed{18}\) in 3 | The answer is \( x = 18 \). 3 ways
+        **Answer:**¶18 eggs¶¶That took 3 steps. | ### Answer¶18¶¶in 3 | **Final Answer**¶¶18 (2)
+        The answer is:¶¶18¶¶in 3 | Answer:¶She has 18 eggs.¶¶In 3 | Answer:¶1. Add 3 = 12¶2. So 18
+        To find the answer:¶3 * 4 = 12 figs.¶Then 12 + 6 = 18. | The answer is __18__, in 3 days
+        The answer is eighteen (18), in 3 days. | The answer is **ten plus eight (18)** in 3""",
+    1234: r"1,234 | $1,234.00 | 1 234 | 1{,}234 | 1\,234 | 1 234 km | \boxed{1,\!234}",
+    2_000_000: "2 millions | 2,000,000 | $2 Million.", 5: "10-5 | 10 - 5 | a-5",
+    -5: r"-5 | $-5 | -$5 | −5 | –5 | x=-5 | (-5) | \boxed{-5} | The answer is \(-5\), 3",
+    0.75: r"3/4 | .75 | 3 / 4 | ¾ | \frac{3}{4} | \boxed{\dfrac{3}{4}} | #### 3/4 cup",
+    1.5: r"1 1/2 | 1½ | 1.5 | 1\frac{1}{2}", -0.5: "-1/2 | -½ | -0.50",
+    None: "none | #### | eighteen | \\boxed{} | 5/0 | #### x | m² | " + "9" * 5000,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("answers, number", [
-    ("18 | 18. | 18.00 | $18 | £18.0 | **18** | It is 18 dollars. | She makes $18/day. | 18% | so 9*2=18 | 10+8 = 18 eggs | (18)", 18),
-    ("#### 18 | ####18 | #### $18. | #### 18 eggs per 2 days | #### 9 * 2 = 18 | ####N18N | #### **Answer:** $18 | #### 3N#### 18 | #### 9 eggs x $2/egg = $18", 18),
-    ("#### 18N- 9 eggs x 2 | The answer is 18N- 9 eggsN- 2 dollars | **Answer:** 18N* 9 eggs | #### 2. **Add**NThe answer is 18. | #### 2: addNIt is 18", 18),
-    ("#### 2 - Second partNSo 18 | #### Day 1 = 5 pagesNThe answer is 18. | To find the answer:N1. Multiply 3*4=12N2. So 18 eggs | Answer: 9 eggs * $2 = $18", 18),
-    (r"find the answer. 10 eggs + 8 eggs = 18 eggs | The answer is 18 = 9 + 9 | The answer is about 18. And 3 is left | \boxed{9\times2=18} | \boxed{2\cdot 9=18}", 18),
-    ("The answer is **18**. If you have questions, answer 3 more", 18),
-    (r"\boxed{18} | \boxed{\$18}, in 7 days | \boxed{18 | \boxed{\text{18 dollars}} | \boxed{x = 18} | $$\boxed{18\text{ m}^2}$$ in 3 | $18$", 18),
-    ("The answer is 18. In 2 days | **Answer: 18** (9 times 2) | #### Step 2: 5 moreNSo 18 | #### 1. Add the 5NIt is 18 | 18 m^2 | 18 m² | x_1 is 18", 18),
-    (r"1234 | 1,234 | $1,234.00 | 1 234 | 1{,}234 | 1\,234 | 1 234 km | \boxed{1,\!234} | \boxed{1\ 234}", 1234), ("2 million | 2 millions | 2,000,000 | $2 Million.", 2_000_000),
-    (r"-5 | $-5 | -$5 | −5 | –5 | x=-5 | (-5) | #### -5 | \boxed{-5}", -5), ("10-5 | 10 - 5 | 3-5 | 5 | a-5", 5),
-    (r"3/4 | .75 | 0.75 | 3 / 4 | ¾ | \frac{3}{4} | \boxed{\dfrac{3}{4}} | #### 3/4 cup", 0.75), (r"1 1/2 | 1½ | 1.5 | 1\frac{1}{2} | 3/2", 1.5),
-    ("-1/2 | -½ | -0.50", -0.5), ("none | | #### | eighteen | \\boxed{} | 5/0 | #### x | m² | 9" + "9" * 5000 + "|" + "9" * 4299 + " million", None),
-])  # fmt: skip
-def test_every_form_of_a_number(answers, number):
-    """GSM8K: what a careful reader takes for the answer; no answer is None, and never an exception."""
-    for answer in answers.split("|"):
-        assert evaluation.extract_number(answer.strip().replace("N", "\n")) == number, answer
-    problem = {"answer": f"so\n#### {number}"}
-    assert evaluation.score_number(problem, answers.split("|")[0], None)["correct"] == (number is not None)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_form_of_a_number(number):
+    """GSM8K: what a careful reader takes for the answer; no answer is None, never an exception."""
+    for answer in re.split(r" \| |\n +", NUMBERS[number].strip()):
+        answer = answer.replace("¶", "\n")
+        assert evaluation.extract_number(answer) == number, answer
+        score = evaluation.score_number({"answer": f"so\n#### {number}"}, answer, None)
+        assert score["correct"] == (number is not None)
 
 
 PROMPT = """from typing import List
@@ -1508,36 +1519,80 @@ def first(xs: List[int], default: int = 0) -> int:
     \'\'\'
 """
 BODY = "    for x in xs:\n        return double(x)\n    return default\n"
-WHOLE = PROMPT[PROMPT.index("def first") :] + BODY
 SHORT = "def first(xs, default=0):\n" + BODY
-PROBLEM = dict(code=PROMPT, entry_point="first", test="def check(f):\n    assert f([3, 4]) == 6\n    assert f([], 7) == 7")
-ANSWERS = {
-    "a fenced block": f"```python\n{WHOLE}```", "prose around it": f"Sure! Here it is:\n\n```python\n{SHORT}```\n\nIt doubles `x`.",
-    "an unclosed fence": f"```py\n{WHOLE}\nprint(first([", "no fence": SHORT, "prose and no fence": f"The function:\n{SHORT}\nIt works.",
-    "a body": BODY, "a body that lost its indentation": BODY.lstrip(), "a fenced body": f"```\n{BODY}```",
-    "a body at the margin": "for x in xs:\n    return double(x)\nreturn default", "a body, then prose": f"{BODY}```\nThis returns it.",
-    "prose, then a body": f"The body is\n{BODY}", "a block in a list": "1. So:\n   ```python\n" + re.sub("(?m)^", "   ", SHORT) + "```",
-    "imports outside": f"from math import prod\n{SHORT.replace('double(x)', 'prod([x, 2])')}",
-    "imports in their own block": f"```python\nimport math\n```\nand\n```python\n{SHORT.replace('double(x)', 'math.prod([x, 2])')}```",
-    "a helper in a later block": f"```\n{SHORT.replace('double', 'twice')}```\nwith\n```\ndef twice(x): return x + x\n```",
-    "a constant": f"```\nTWO = 2\n{SHORT.replace('double(x)', 'x * TWO')}```", "a wrong version first": f"```\n{PROMPT}    pass\n```\nBetter:\n```\n{SHORT}```",
-    "a version cut short last": f"```\n{SHORT}```\nOr:\n```\ndef first(xs, default):\n    return 5\n    xs = [1,", "chat tokens": f"{SHORT}<|im_end|>\n<|im_start|>user",
-    "leading chat tokens": f"<|im_start|>assistant\n```\n{SHORT}```</s>", "trial runs": f"```\n{SHORT}\nn = int(input())\nk = n + 1\nm = first([n])\nprint(m)\nassert first([1]) == 1\n```",
-    "a constant in its own block": f"```\nTWO = 2\n```\n```\n{SHORT.replace('double(x)', 'x * TWO')}```", "code in prose": f"Use ```first(x)```\n```\n{SHORT}```",
-    "a future import in brackets": f"```\nfrom __future__ import (\n    annotations,\n)\n{SHORT}```", "after another block": f"```bash\nls\n```\n{SHORT}",
-    "an import that may fail": f"```\ntry:\n    from math import prod\nexcept ImportError:\n    prod = None\n{SHORT.replace('double(x)', 'prod([x, 2])')}```",
-    "a future import": f"```\nfrom __future__ import annotations\n{SHORT}```", "a shell block": f"```bash\npip install x\n```\n```python\n{SHORT}```",
-    "a decorator": f"```\nimport functools\n@functools.wraps(double)\n{SHORT}```", "a main guard": f"{SHORT}\nif __name__ == '__main__':\n    print(first(input()))",
-    "a lambda": "first = lambda xs, default=0: double(xs[0]) if xs else default", "a second signature": f"```python\n{WHOLE}\n{SHORT}```",
-}  # fmt: skip
+TEST = "def check(f):\n    assert f([3, 4]) == 6\n    assert f([], 7) == 7"
+PROBLEM = dict(code=PROMPT, entry_point="first", test=TEST)
+FENCES = SHORT.replace(BODY, "    '''So:\n    ```\n    ~~~\n    ```python\n    '''\n")
+DOUBLES = "for i in range(9):\n    TABLE.append(2 * i)\n"
+ANSWERS = f"""{SHORT}
+===
+Sure! Here it is: ```python\n{PROMPT}{BODY}```\n\nIt doubles `x`.
+===
+```py\n{SHORT}\nprint(first([
+===
+The function:\n{SHORT}\nIt works.
+===
+{BODY}```\nThis returns it.
+===
+{BODY.lstrip()}
+===
+```\n{textwrap.dedent(BODY)}```
+===
+The body is\n{BODY}
+===
+1. So:\n   ```python\n{textwrap.indent(SHORT, "   ")}   ```
+===
+from math import prod\nThen:\n{SHORT.replace("double(x)", "prod([x, TWO])")}\nand\n```\nTWO = 2\n```
+===
+```\n{PROMPT}    return 5\n```\nBetter:\n```\n{SHORT}```
+===
+```\n{SHORT}```\nOr:\n```\ndef first(xs, default):\n    return 5\n    xs = [1,
+===
+```\n{SHORT}```\nNow you:\n```\n{PROMPT}    pass\n```
+===
+```\n{PROMPT}    pass\n```\nThe body:\n```\n{BODY}```
+===
+```bash\npip install x\n```\n{SHORT}
+===
+<|im_start|>assistant\n{SHORT}<|im_end|>\n<|im_start|>user\ndef first(xs, default=0): pass
+===
+```\nEND = "</s>"\n{SHORT.replace("double(x)", "double(x) if END > '<' else '<|im_end|>'")}```</s>
+===
+```\nfrom __future__ import (\n    annotations,\n)\nclass A:\n    def f(a: B): ...\n{SHORT}```
+===
+```\nfrom solution import first\nimport nowhere\n{SHORT}```
+===
+```\nimport functools\n@functools.wraps(double)\n{SHORT}```
+===
+first = lambda xs, default=0: double(xs[0]) if xs else default
+===
+```python\n{FENCES}{BODY}```
+===
+````\n{(FENCES + BODY).replace("    ", "  ")}````
+===
+~~~python\nFENCE = '''\n```\n'''\n{SHORT}~~~\nIt works.
+===
+```\nTABLE = []\n{DOUBLES}{SHORT.replace("double(x)", "TABLE[x]")}```
+===
+```\n{SHORT.replace("double(x)", "TABLE[x]")}```\nwith\n```\nTABLE = []\n{DOUBLES}```
+===
+```\n{SHORT}    first.calls += 1\nfirst.calls = 0\nimport sys\nsys.setrecursionlimit(10_000)\n```
+===
+```\n{SHORT}```\n```\nfrom solution import first\ndef test():\n    assert first(1) == 1\ntest()\n```
+===
+{SHORT}\nn = int(input())\nprint(first(n))\nassert 0\nfirst()\nraise KeyboardInterrupt\nexit()
+===
+{SHORT}\nwhile True: print(first([]))\nfirst = first([])\nif __name__ == "_":\n    while 1: pass
+"""  # fmt: skip
 
 
 def held() -> None:
-    """Skip where the system cannot hold model-written code and it is refused: where there are no namespaces to be had."""
+    """Skip where the system cannot hold model-written code, if it has no namespaces either."""
     try:
         evaluation.check_sandbox()
     except mars.MarsError as error:
-        if subprocess.run(["unshare", "--user", "--mount", "--pid", "--fork", "true"], capture_output=True).returncode == 0:
+        command = "unshare --mount --map-root-user --pid --fork mount -t tmpfs tmpfs /tmp"
+        if subprocess.run(command.split(), capture_output=True).returncode == 0:
             raise
         pytest.skip(str(error))
 
@@ -1546,58 +1601,70 @@ def test_the_function_is_found_in_an_answer():
     """HumanEval: every form in which an instruct model returns a function."""
     held()
     args = argparse.Namespace(run_code=True)
-    for form, answer in ANSWERS.items():
+    for answer in ANSWERS.split("\n===\n"):
         score = evaluation.score_function(PROBLEM, answer, args)
-        assert score["correct"], (form, score)
-        wrong = evaluation.score_function(PROBLEM, answer.replace("default", "None"), args)
-        assert not wrong["correct"] or form == "prose, then a body", (form, wrong)
-    for answer in ("", "I cannot.", "```python\n```", "```", PROMPT, "def other(xs): return 6", "(" * 500, "\0", "first", BODY[:20]):
+        assert score["correct"], (answer, score)
+        answer = answer.replace("default", "None")
         assert not evaluation.score_function(PROBLEM, answer, args)["correct"], answer
-    assert evaluation.score_function(PROBLEM, SHORT, argparse.Namespace(run_code=False))["correct"] is None
+    for answer in ("", "I cannot.", "```", PROMPT, "(" * 500, "1+" * 5000, "\0", BODY[:20]):
+        assert not evaluation.score_function(PROBLEM, answer, args)["correct"], answer
+    not_run = evaluation.score_function(PROBLEM, SHORT, argparse.Namespace(run_code=False))
+    assert not_run["correct"] is None
+    bare = "def f(x):\n"  # without a docstring the prompt alone is no program
+    for answer in ("def f(x):\n    return x", "return x"):
+        exec(bare + evaluation.extract_code(answer, bare, "f"), scope := {})
+        assert scope["f"](3) == 3
 
 
 HOSTILE = {
-    "while True: pass": "took longer", "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass": "took longer",
-    "bytearray(10 * 2**30)": "MemoryError", "print('x' * 10**9)": "", "import sys\nfor _ in range(1000): sys.stdout.write('x' * 10**6)": "1 MB",
-    "try:\n    while True: print('x' * 10**6)\nexcept OSError: pass": "1 MB", "import sys; sys.exit(0)": "SystemExit",
-    "import os; os._exit(0)": "ended before", "open('f', 'w').write('x' * 2**21)": "File too large", "input()": "EOFError",
-    "import os; os.kill(os.getpid(), 11)\nos.abort()": "", "import ctypes; ctypes.string_at(0)": "signal 11", "raise KeyboardInterrupt": "KeyboardInterrupt",
-    "import os\nif os.fork(): os._exit(0)": "ended before", "assert 'SECRET_OF_OURS' not in __import__('os').environ\n1 / 0": "ZeroDivisionError",
-    "import os\nassert not os.listdir() and os.getuid()\nopen('f', 'w').close(); os.remove('f')\n1 / 0": "ZeroDivisionError",
-    "import os, signal\nfor pid in (os.getppid(), 0, -1):\n    try: os.kill(pid, 9)\n    except OSError: pass\n1 / 0": "",
+    "while True: pass": "took longer", "input()": "EOFError", "import sys; sys.exit(0)": "Exit",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass": "took longer",
+    "bytearray(10 * 2**30)": "MemoryError", "import ctypes; ctypes.string_at(0)": "signal 11",
+    "try:\n    while True: print('x' * 10**6)\nexcept OSError: pass": "1 MB",
+    "open('f', 'w').write('x' * 2**21)": "too large", "open('/etc/f', 'w')": "OSError(30",
+    "[open(f'{i}', 'w').write('x' * 2**20) for i in range(65)]": "No space",
+    "[open('/dev/null') for _ in range(99)]": "Too many", "raise KeyboardInterrupt": "Keyboard",
+    "import socket; socket.create_connection(('1.1.1.1', 53), 1)": "unreachable",
+    "import os; os._exit(0)": "ended before",
+    "import os, time\nif os.fork():\n    time.sleep(0.5)\n    os._exit(0)": "ended before",
+    "import os\nfor pid in (1, -1, 0):\n    try: os.kill(pid, 9)\n    except OSError: pass": "",
+    "import os\nassert not os.listdir() and 'SECRET_OF_OURS' not in os.environ\n1 / 0": "ZeroDiv",
+    "import ctypes, os\nassert ctypes.CDLL(None).unshare(0x10000000) == 0": "AssertionError",
+    "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(9)": "took longer",
 }  # fmt: skip
 
 
-def test_hostile_programs_fail_alone(tmp_path, monkeypatch):
+def test_hostile_programs_fail_alone(monkeypatch):
     """Whatever a program does, it fails for itself, is gone afterwards, and the next one runs."""
     held()
-    monkeypatch.setattr(evaluation, "SECONDS", 2)
+    monkeypatch.setattr(evaluation, "SECONDS", 1)
     monkeypatch.setenv("SECRET_OF_OURS", "x")
-    assert evaluation.run_program("import json, random, collections") is None
     for program, reason in HOSTILE.items():
         error = evaluation.run_program(program)
         assert error and reason in error, (program, error)
-    # a descendant that left its group, its session and its parent does not outlive the program
-    mark = f"left {tmp_path.name} {random.random()}"
-    leave = f"import os, time\nmark = {mark!r}\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        os.execvp('sleep', ['sleep', '1234567'])\n    os._exit(0)\ntime.sleep(0.3)"
-    assert evaluation.run_program(leave) is None
-    assert not [c for c in Path("/proc").glob("[0-9]*/cmdline") if c.exists() and b"1234567" in c.read_bytes()]
-    assert evaluation.run_program("import sys\nsys.stdout = None") is None
-    assert "took longer" in evaluation.run_program("import os, time\nif os.fork(): time.sleep(9)")
-    assert evaluation.run_program("pass") is None
+    fork = "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        "
+    leave = fork + "os.execvp('sleep', ['sleep', '1234567'])\n    os._exit(0)\ntime.sleep(0.3)"
+    for program in (leave, "import sys\nsys.stdout = None", "import json, random, subprocess"):
+        assert evaluation.run_program(program) is None
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"1234567" in line for line in lines)
+    monkeypatch.setattr(evaluation, "SANDBOX", "echo not here; exit 1")
+    with pytest.raises(mars.MarsError, match="no safe way.*not here"):
+        evaluation.check_sandbox()
 
 
-QUESTIONS = [{"question": row["question"], "answer": row["answer"]} for row in mars.toy_rows("test", 16)[::2]]
+QUESTIONS = [{k: row[k] for k in ("question", "answer")} for row in mars.toy_rows("test", 8)]
 
 
 def test_problems_are_read_from_a_data_set_folder(tmp_path):
     """A saved data set is as good as a file: two rows are two problems, and --limit 1 is one."""
-    code = [{"task_id": f"t/{i}", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): f()"} for i in range(2)]
-    for problems, rows in ((evaluation.gsm8k_problems, QUESTIONS[:2]), (evaluation.humaneval_problems, code)):
+    code = dict(prompt="def f():\n", entry_point="f", test="def check(f): f()")
+    code = [{"task_id": f"t/{i}", **code} for i in range(2)]
+    for name, rows in (("gsm8k", QUESTIONS[:2]), ("humaneval", code)):
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test.parquet")
         for limit, count in ((None, 2), (1, 1)):
-            args = argparse.Namespace(data=str(tmp_path), limit=limit, task="a task")
-            assert len(problems(args)) == count
+            args = argparse.Namespace(data=str(tmp_path), limit=limit)
+            assert len(getattr(evaluation, f"{name}_problems")(args)) == count
 
 
 def run_eval(capsys, command: str) -> list[dict]:
@@ -1606,124 +1673,151 @@ def run_eval(capsys, command: str) -> list[dict]:
     return json.loads(Path(command.split()[-1]).read_text())["rows"]
 
 
+def refused(capsys, command: str) -> str:
+    """What a command complains of: one line, with exit status 2."""
+    with pytest.raises(SystemExit) as stop:
+        evaluation.main(command.split())
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and error.startswith("error: ")
+    return error
+
+
 def figures(rows: list[dict]) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "speedup")} for row in rows]
+    """What is the same however fast the machine is; lossless decoding chooses its pace by speed."""
+    fast = {"tokens_per_second", "speedup"}
+    dropped = {"lossless": fast | {"tokens_per_forward"}}
+    return [{k: row[k] for k in row.keys() - dropped.get(row["mode"], fast)} for row in rows]
 
 
-def test_an_interrupted_run_goes_on(checkpoint, tmp_path, capsys, at_once):
-    """Results are written as they come; --resume answers only what is missing, and the table is that of a whole run."""
-    data, samples = tmp_path / "q.jsonl.gz", tmp_path / "s.jsonl"
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_interrupted_run_is_continued(checkpoint, tmp_path, capsys):
+    """--resume answers only what is missing, scores what is there, and refuses other weights."""
+    data, samples, model = tmp_path / "q.jsonl.gz", tmp_path / "s.jsonl", tmp_path / "model"
     data.write_bytes(gzip.compress("\n".join(map(json.dumps, QUESTIONS)).encode()))
-    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --batch-size 3 --thresholds 1.0,0.5 --baseline --lossless"
-    rows = run_eval(capsys, f"{common} --samples {samples} --json {tmp_path}/a.json")
-    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [("hf", None, 8), ("ar", 1.0, 8), ("mars", 0.5, 8), ("lossless", None, 8)]
-    assert rows[0]["speedup"] == 1 and all(row["speedup"] > 0 and row["accuracy"] == row["standard_error"] == 0 for row in rows)
-    lines = samples.read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert len(records) == 32 and {record["prompt"] for record in records} == {q["question"] for q in QUESTIONS}
-    assert all(sum(record["steps"]) <= 8 and record["correct"] is False and "completion" in record for record in records)
-    samples.write_text("\n".join([*lines[:5], *lines[8:13], lines[13][:40]]))  # cut in the middle of a line
-    assert figures(run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/b.json")) == figures(rows)
-    again = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert {(r["mode"], r["threshold"], r["id"], r["completion"]) for r in again} == {(r["mode"], r["threshold"], r["id"], r["completion"]) for r in records}
-    right = [json.dumps(record | {"completion": QUESTIONS[int(record["id"][6:])]["answer"]}) for record in records]
-    samples.write_text("\n".join(right))  # a saved completion is scored anew
-    rows = run_eval(capsys, f"{common} --samples {samples} --resume --json {tmp_path}/c.json")
+    shutil.copytree(checkpoint, model)
+    command = f"gsm8k --model {model} --data {data} --max-new-tokens 8 --batch-size 3 --baseline"
+    command += f" --thresholds 1.0,0.5 --lossless --samples {samples}"
+    result = f"--json {tmp_path}/a.json"
+    rows = run_eval(capsys, f"{command} {result}")
+    modes = [("hf", None), ("ar", 1.0), ("mars", 0.5), ("lossless", None)]
+    assert [(row["mode"], row["threshold"], row["n"]) for row in rows] == [(*m, 8) for m in modes]
+    assert rows[0]["speedup"] == 1 and all(row["speedup"] > 0 == row["accuracy"] for row in rows)
+    lines, records = samples.read_text().splitlines(), read_lines(samples)
+    assert {record["prompt"] for record in records} == {q["question"] for q in QUESTIONS}
+    assert len(records) == 32 and all(sum(record["steps"]) <= 8 for record in records)
+    samples.write_text("\n".join([*lines[:5], *lines[8:13], lines[13][:40]]))  # cut in mid-line
+    assert figures(run_eval(capsys, f"{command} --resume {result}")) == figures(rows)
+    kept = lambda records: {(r["mode"], r["threshold"], r["id"], r["completion"]) for r in records}
+    assert kept(read_lines(samples)) == kept(records)
+    for record in records:
+        record["completion"] = QUESTIONS[int(record["id"][6:])]["answer"]
+    samples.write_text("\n".join(map(json.dumps, records)))  # a saved completion is scored anew
+    rows = run_eval(capsys, f"{command} --resume {result}")
     assert [row["accuracy"] for row in rows] == [1, 1, 1, 1]
-    (tmp_path / "notes").write_text("precious")
-    with pytest.raises(SystemExit):
-        evaluation.main(f"{common} --samples {tmp_path}/notes --resume".split())
-    assert "not of a samples file" in capsys.readouterr().err and (tmp_path / "notes").read_text() == "precious"
-    before = samples.read_text()
-    for change, complaint in (("", "--resume"), ("--resume --max-new-tokens 9", "another max_new_tokens")):
-        with pytest.raises(SystemExit):
-            evaluation.main(f"{common} --samples {samples} {change}".split())
-        assert complaint in capsys.readouterr().err and samples.read_text() == before
+    assert "--resume" in refused(capsys, command)
+    assert "max_new_tokens" in refused(capsys, f"{command} --resume --max-new-tokens 9")
+    data.write_bytes(gzip.compress(json.dumps(QUESTIONS[0] | {"question": "Why?"}).encode()))
+    assert "another prompt" in refused(capsys, f"{command} --resume")
+    weights = safetensors.torch.load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] += 0.5
+    safetensors.torch.save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    assert "another weights" in refused(capsys, f"{command} --resume")
+    assert len(read_lines(samples)) == 32
+    samples.write_text("precious")
+    assert "not of a samples file" in refused(capsys, f"{command} --resume")
+    assert samples.read_text() == "precious"
 
 
 def test_several_processes_report_what_one_does(checkpoint, tmp_path, capsys):
     """Under torchrun the ranks share the problems; the table is the same."""
     data = tmp_path / "q.jsonl"
     data.write_text("\n".join(map(json.dumps, QUESTIONS[:5])))
-    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --thresholds 1.0,0.5 --samples {tmp_path}/"
-    alone = run_eval(capsys, f"{common}a --json {tmp_path}/a.json")
-    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {evaluation.__file__} {common}b --json {tmp_path}/b.json"
-    shared = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True)
-    assert shared.returncode == 0, shared.stderr
+    common = f"gsm8k --model {checkpoint} --data {data} --max-new-tokens 8 --thresholds 1.0,0.5"
+    alone = run_eval(capsys, f"{common} --json {tmp_path}/a.json")
+    command = f"-m torch.distributed.run --standalone --nproc_per_node 2 {evaluation.__file__}"
+    command += f" {common} --samples {tmp_path}/b --json {tmp_path}/b.json"
+    run = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
     assert figures(json.loads((tmp_path / "b.json").read_text())["rows"]) == figures(alone)
-    records = [json.loads(line) for line in (tmp_path / "b").read_text().splitlines()]
-    assert len(records) == 10 and shared.stdout.count("tokens/pass") == 1
+    assert len(read_lines(tmp_path / "b")) == 10 and run.stdout.count("tokens/pass") == 1
 
 
 def test_humaneval_keeps_programs_until_it_may_run_them(checkpoint, tmp_path, capsys):
-    """Without --run-code programs are kept and not run; with --resume --run-code they are scored."""
+    """Without --run-code programs are kept; with --resume --run-code they are scored."""
     held()
-    (tmp_path / "h.jsonl").write_text(json.dumps({"task_id": "t/0", "prompt": PROMPT, "entry_point": "first", "test": PROBLEM["test"]}))
-    common = f"humaneval --model {checkpoint} --data {tmp_path}/h.jsonl --max-new-tokens 4 --thresholds 1.0 --samples {tmp_path}/s"
-    (row,) = run_eval(capsys, f"{common} --json {tmp_path}/a.json")
+    data, samples, result = (tmp_path / name for name in ("h.jsonl", "s", "a.json"))
+    data.write_text(json.dumps(PROBLEM | {"task_id": "t/0", "prompt": PROMPT}))
+    command = f"humaneval --model {checkpoint} --data {data} --max-new-tokens 4 --thresholds 1.0"
+    (row,) = run_eval(capsys, f"{command} --samples {samples} --json {result}")
     assert row["accuracy"] is None and row["n"] == 1
-    record = json.loads((tmp_path / "s").read_text())
-    (tmp_path / "s").write_text(json.dumps(record | {"completion": SHORT}))
-    (row,) = run_eval(capsys, f"{common} --resume --run-code --json {tmp_path}/a.json")
-    assert row["accuracy"] == 1 and json.loads((tmp_path / "s").read_text())["correct"] is True
+    samples.write_text(json.dumps(read_lines(samples)[0] | {"completion": SHORT}))
+    for more in ("--run-code", ""):  # a verdict stays
+        (row,) = run_eval(capsys, f"{command} --samples {samples} --resume {more} --json {result}")
+        assert row["accuracy"] == 1 and read_lines(samples)[0]["correct"] is True
 
 
 @pytest.mark.parametrize("command, complaint", [
-    ("arc --model {ok}", "arc"), ("gsm8k --model {ok} --data {tmp}/none.jsonl", "no data file"), ("gsm8k --model {ok} --data {tmp}/empty.jsonl", "is empty"),
-    ("gsm8k --model {ok} --data {tmp}/columns.jsonl", "'answer'"), ("humaneval --model {ok} --run-code --data {tmp}/columns.jsonl", "'task_id'"),
-    ("gsm8k --model {ok} --data {tmp}/bad.gz", "end-of-stream"), ("gsm8k --model {ok} --data {tmp}/ok.jsonl --limit 0", "at least 1"),
-    ("gsm8k --model {plain} --data {tmp}/ok.jsonl", "no chat template"), ("gsm8k --model {ok} --data {tmp}/none --limit 1", "cannot load"),
-    ("gsm8k --model {ok} --data {tmp}/ok.jsonl --thresholds 0.5,2", "out of range"), ("toy --model {ok} --resume", "--samples"),
-    ("toy --model {ok} --json {tmp}/none/x.json", "no folder"), ("humaneval --model {ok} --data {tmp}/ok.jsonl", "'task_id'"),
-    ("humaneval --model {ok} --data {tmp}/h.jsonl", "--run-code"), ("humaneval --model {ok} --data {tmp}/h.jsonl --samples {tmp}/s --plot {tmp}/p.png", "--run-code"),
-    ("gsm8k --model {ok} --data {tmp}/reference.jsonl", "no number"),
+    ("arc", "arc"), ("gsm8k --data {tmp}/none.jsonl", "no data"), ("load --rates 0", "rates"),
+    ("gsm8k --data {tmp}/empty.jsonl", "empty"), ("gsm8k --data {tmp}/columns.jsonl", "'answer'"),
+    ("humaneval --run-code --data {tmp}/ok.jsonl", "'task_id'"), ("load --rates nan", "--rates"),
+    ("gsm8k --data {tmp}/bad.gz", "end-of-stream"), ("gsm8k --data {tmp}/ok.jsonl --limit 0", "at least"),
+    ("gsm8k --data {tmp}/ok.jsonl --model {tmp}/plain", "no chat template"),
+    ("toy --resume", "--samples"),
+    ("gsm8k --data {tmp}/ok.jsonl --thresholds 0.5,2", "out of"), ("toy --plot a.txt", ".png"),
+    ("gsm8k --data {tmp}/reference.jsonl", "number"), ("toy --json {tmp}/no/x.json", "no folder"),
+    ("humaneval --data {tmp}/h.jsonl", "--run-code"),
 ])  # fmt: skip
-def test_a_bad_evaluation_is_one_line_and_writes_nothing(command, complaint, checkpoint, tmp_path, capsys, monkeypatch):
-    """Unknown task, missing or empty data, missing fields (named), a model without a chat template."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ok = json.dumps(QUESTIONS[0])
-    for name, text in {"empty": "\n", "columns": ok + '\n{"question": "a"}', "ok": ok, "reference": '{"question": "a", "answer": "b"}', "h": json.dumps(dict.fromkeys(("task_id", "prompt", "entry_point", "test"), "a"))}.items():
+def test_a_bad_evaluation_writes_nothing(command, complaint, checkpoint, tmp_path, capsys):
+    """Unknown task, missing or empty data, missing fields (named), no chat template, no folder."""
+    problem = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), "a")
+    texts = {"empty": "\n", "columns": '{"question": "a"}', "ok": json.dumps(QUESTIONS[0])}
+    texts |= {"reference": '{"question": "a", "answer": "b"}', "h": json.dumps(problem)}
+    for name, text in texts.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"{}" * 99)[:-9])
-    model, tokenizer = mars.toy_model()
-    mars.save(model, tokenizer, tmp_path / "plain", B, tokenizer.mask_token_id)
+    shutil.copytree(checkpoint, tmp_path / "plain")
     (tmp_path / "plain/chat_template.jinja").unlink()
     (tmp_path / "result.json").write_text("precious")
-    words = command.format(tmp=tmp_path, ok=checkpoint, plain=tmp_path / "plain").split()
-    with pytest.raises(SystemExit) as stop:
-        evaluation.main(words if "--json" in words else [*words, "--json", f"{tmp_path}/result.json"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and complaint in error and error.count("\n") == 1 and error.startswith("error: ")
+    task, *words = command.format(tmp=tmp_path).split()
+    options = ["--model", checkpoint, "--json", tmp_path / "result.json", *words]
+    assert complaint in refused(capsys, " ".join(map(str, [task, *options])))
     assert (tmp_path / "result.json").read_text() == "precious"
 
 
 def test_the_frontier_is_drawn_where_matplotlib_is(checkpoint, tmp_path, capsys, monkeypatch):
-    """--plot needs matplotlib, and says so before the work begins."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        evaluation.main(f"toy --model {checkpoint} --plot {tmp_path}/f.png".split())
-    assert "pip install matplotlib" in capsys.readouterr().err and not (tmp_path / "f.png").exists()
-    monkeypatch.undo()
+    """--plot needs matplotlib, and says so at once."""
+    command = f"toy --model {checkpoint} --limit 4 --max-new-tokens 4 --plot {tmp_path}/f.png"
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "find_spec", lambda name: None)
+        assert "pip install matplotlib" in refused(capsys, command)
     pytest.importorskip("matplotlib")
-    evaluation.main(f"toy --model {checkpoint} --limit 4 --max-new-tokens 4 --thresholds 1.0,0.5 --plot {tmp_path}/f.png".split())
+    evaluation.main(command.split())
     assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_policies_under_load(checkpoint, tmp_path, capsys, monkeypatch):
-    """Requests that arrive at random get the answers that they would get alone; the adaptive policy lowers τ only for a queue."""
-    rows = run_eval(capsys, f"load --model {checkpoint} --limit 12 --max-new-tokens 6 --batch-size 2 --rates 0.1,50 --json {tmp_path}/l.json")
-    assert [(row["load"], row["policy"]) for row in rows] == [(rate, policy) for rate in (0.1, 50) for policy in evaluation.POLICIES]
-    assert all(0 < row["latency_p50"] <= row["latency_p95"] and row["throughput"] > 0 and row["accuracy"] == 0 for row in rows)
-    taus = {(row["load"], row["policy"]): row["mean_threshold"] for row in rows}
-    assert taus[50, "fixed-1.0"] == 1 and taus[50, "fixed-0.9"] == pytest.approx(0.9) and taus[50, "lossless"] is None
-    assert 0.9 <= taus[50, "adaptive"] < 0.99 < taus[0.1, "adaptive"] <= 1
+def test_policies_under_load(checkpoint, tmp_path, capsys):
+    """Requests at random get the answers that they would get alone; τ falls in a queue."""
+    command = f"load --model {checkpoint} --limit 12 --max-new-tokens 6 --batch-size 2"
+    rows = run_eval(capsys, f"{command} --rates 0.1,50 --json {tmp_path}/l.json")
+    cells = [(row["load"], row["policy"]) for row in rows]
+    assert cells == [(load, policy) for load in (0.1, 50) for policy in evaluation.POLICIES]
+    for row in rows:
+        assert 0 < row["latency_p50"] <= row["latency_p95"] and row["throughput"] > 0
+    taus = dict(zip(cells, (row["mean_threshold"] for row in rows)))
+    assert taus[50, "fixed-1.0"] == 1 and taus[50, "fixed-0.9"] == 0.9
+    assert taus[50, "lossless"] is None and 0.9 <= taus[50, "adaptive"] < 0.99
+    assert 0.99 < taus[0.1, "adaptive"] <= 1
+    assert len(run_eval(capsys, f"{command} --limit 1 --json {tmp_path}/l.json")) == 12
     model, tokenizer = mars.load(checkpoint)
-    texts = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in mars.toy_rows("test", 8)]
+    texts = [mars.chat_ids(tokenizer, mars.messages_of(row)[:-1]) for row in QUESTIONS]
     alone = [out.tokens for out in mars.generate(model, texts, 6, 1.0, batch_size=1)]
     for policy in ("fixed-1.0", "lossless"):
         args = argparse.Namespace(max_new_tokens=6, batch_size=3)
-        latencies, outs, _ = evaluation.serve(model, texts, [0.01 * i for i in range(8)], policy, args)
+        due = [0.01 * i for i in range(len(texts))]
+        latencies, outs, _ = evaluation.serve(model, texts, due, policy, args)
         assert outs == alone and min(latencies) > 0
 
 
