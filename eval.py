@@ -12,7 +12,6 @@ As in the paper: zero-shot, the model's own chat template, greedy, 256 new token
 # ///
 
 import ast
-import datetime
 import inspect
 import json
 import math
@@ -27,7 +26,6 @@ import textwrap
 import unicodedata
 import warnings
 import zlib
-from collections.abc import Iterator
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import accumulate, chain, islice, product
@@ -37,10 +35,9 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 import mars
-from mars import MarsError
+from mars import require
 
 warnings.simplefilter("ignore", SyntaxWarning)  # about code that a model wrote
 
@@ -48,24 +45,27 @@ warnings.simplefilter("ignore", SyntaxWarning)  # about code that a model wrote
 # that scores a completion: {"extracted": what was taken for the answer, "correct": the verdict}.
 
 
-def read_problems(hub_id: str, args, *names: str) -> list[dict]:
+def read_problems(hub_id, args, *names):
     """The first `--limit` rows of the data; a MarsError unless they have these fields, as text."""
     rows = mars.read_rows(args.data or hub_id, "test")
     rows = list(islice(rows, args.limit))  # subtle: a slice of a `Dataset` is columns
     for number, row in enumerate(rows, 1):
         for name in names:
-            if not isinstance(row.get(name), str):
-                raise MarsError(f"row {number} of the data has no text in the field {name!r}")
+            text = isinstance(row.get(name), str)
+            require(text, f"row {number} of the data has no text in the field {name!r}")
     return rows
 
 
 # -------- Toy: held-out problems of the world that `python mars.py train` learns ------------------
 
 
-def toy_problems(args) -> list[dict]:
-    rows = mars.toy_rows("test", args.limit)
-    asked = [mars.messages_of(row)[0]["content"] for row in rows]
-    return [{**row, "id": f"toy/{i}", "prompt": asked[i]} for i, row in enumerate(rows)]
+def toy_problems(args):
+    return numbered(mars.toy_rows("test", args.limit), args)
+
+
+def numbered(rows, args):
+    """Rows with a question and an answer as problems."""
+    return [{**row, "id": f"{args.task}/{i}", "prompt": row["question"]} for i, row in enumerate(rows)]
 
 
 # -------- GSM8K: word problems whose answer is a number -------------------------------------------
@@ -129,9 +129,9 @@ def extract_number(text: str) -> Fraction | None:
 def gsm8k_problems(args) -> list[dict]:
     rows = read_problems("openai/gsm8k:main", args, "question", "answer")
     for number, row in enumerate(rows, 1):
-        if extract_number(row["answer"]) is None:
-            raise MarsError(f"row {number} of the data has no number in the field 'answer'")
-    return [{**row, "id": f"gsm8k/{i}", "prompt": row["question"]} for i, row in enumerate(rows)]
+        found = extract_number(row["answer"])
+        require(found is not None, f"row {number} of the data has no number in the field 'answer'")
+    return numbered(rows, args)
 
 
 def score_number(problem: dict, completion: str, args) -> dict:
@@ -163,7 +163,7 @@ FENCE = re.compile(r"(?:^|[ :])(?:`{3,}|~{3,})[^`]*$")
 CODE = re.compile(r"(?:def|class|import)\b|@|from\s+\S+\s+import\b|\w+\s*=")  # without a fence
 
 
-def parse(lines: list[str]) -> tuple[list[ast.stmt], int, bool]:
+def parse(lines):
     """The statements that a text begins with, their lines, and whether the last is complete."""
     indent = re.match(r"\s*", next(filter(str.strip, lines), ""))[0]
     lines, after = [line.removeprefix(indent) for line in lines], ""
@@ -183,7 +183,7 @@ def parse(lines: list[str]) -> tuple[list[ast.stmt], int, bool]:
     return [], 0, False
 
 
-def notebook(statements: list[ast.stmt], name: str) -> str:
+def notebook(statements, name):
     """A program that runs each statement by itself and skips those that fail, as in a notebook.
 
     It leaves out stubs of function `name`, and trial runs, which might never end. "" if nothing
@@ -236,22 +236,20 @@ def extract_code(answer: str, prompt: str, function_name: str) -> str:
     return header + program
 
 
-def score_function(problem: dict, completion: str, args) -> dict:
+def score_function(problem, completion, args):
     prompt, name = problem["code"], problem["entry_point"]
     code = extract_code(completion, prompt, name)
     if not args.run_code:
         return {"extracted": code, "correct": None, "error": "not run"}
-    future = "from __future__ import annotations\n" if "from __future__" in completion else ""
-    error = run_program(f"{future}{prompt}\n{code}\n{problem['test']}\ncheck({name})\n")
+    error = run_program(f"{prompt}\n{code}\n{problem['test']}\ncheck({name})\n")
     return {"extracted": code, "correct": error is None, "error": error}
 
 
 # -------- The sandbox -----------------------------------------------------------------------------
 
 RUN_CODE = (
-    "run the programs that the model wrote, each as a user without rights who sees only Python and "
-    "the system's programs, with limits on time, memory, output and processes, without network. "
-    "This holds off accidents, not attacks: in doubt, use a virtual machine"
+    "run the programs that the model wrote, in a sandbox without network, with limits on time, "
+    "memory and processes; it holds off accidents, not attacks: in doubt, use a virtual machine"
 )
 SECONDS = 10  # for one program, wall clock
 SANDBOX = """
@@ -276,7 +274,7 @@ exec timeout -s KILL $SECONDS chroot $root setpriv --reuid $USER --regid $USER $
 """
 
 
-def execute() -> None:
+def execute():
     """Run a program, then print a secret: all that the process in the sandbox does."""
     import json, os, sys
 
@@ -308,7 +306,7 @@ def run_program(source: str) -> str | None:
         "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1",
         "USER": user, "GROUPING": groups, "SECONDS": str(SECONDS), "PYTHON": sys.executable,
         "CODE": f"{inspect.getsource(execute)}\nexecute()",
-    }  # fmt: skip
+    }
     job = json.dumps([source, secret]).encode()
     with open(output, "rb") as file:
         ran = subprocess.run(command, input=job, stdout=file, stderr=file, env=environment, cwd="/")
@@ -324,34 +322,27 @@ def run_program(source: str) -> str | None:
     return lines[-1] if lines else "the program ended before its test did"
 
 
-def check_sandbox() -> None:
+def check_sandbox():
     """Refuse to run model-written code where it cannot be held."""
     try:
         error = run_program("import random")
     except (OSError, AttributeError) as missing:  # util-linux or Linux
         error = missing
-    if error:
-        raise MarsError(f"--run-code: no safe way to run programs without namespaces: {error}")
+    require(not error, f"--run-code: no safe way to run programs without namespaces: {error}")
 
 
 # -------- The run ---------------------------------------------------------------------------------
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # of torchrun
+SETTINGS = "task model weights metric batch_size max_new_tokens dtype".split()  # of a samples file
 
 
-def settings(args) -> dict:
-    """What all records of a samples file have in common."""
-    names = "task model weights metric batch_size max_new_tokens dtype"
-    return {name: getattr(args, name) for name in names.split()}
-
-
-def fingerprint(model) -> int:
+def fingerprint(model):
     """A checksum of some values of every parameter."""
-    some = [p.detach().flatten()[:: p.numel() // 64 + 1].float().cpu() for p in model.parameters()]
-    return zlib.crc32(torch.cat(some).numpy().tobytes())
+    some = [p.flatten()[:: p.numel() // 64 + 1].float().cpu() for p in model.parameters()]
+    return zlib.crc32(torch.cat(some).detach().numpy().tobytes())
 
 
-def saved_records(problems: list[dict], args) -> list[dict]:
+def saved_records(problems, args):
     """The records of an interrupted run, scored anew; the last line may be cut short."""
     path, known, records = Path(args.samples), {p["id"]: p for p in problems}, []
     lines = path.read_bytes().splitlines()
@@ -359,14 +350,15 @@ def saved_records(problems: list[dict], args) -> list[dict]:
         try:
             record = dict(json.loads(line))
         except (ValueError, TypeError):
-            if number == len(lines) and line.startswith(b'{"task": '):
-                break
-            raise MarsError(f"{path}, line {number} is not of a samples file") from None
+            cut = number == len(lines) and line.startswith(b'{"task": ')
+            require(cut, f"{path}, line {number} is not of a samples file")
+            break
         problem = known.get(record.get("id"), record)
-        wanted = settings(args) | {"prompt": problem.get("prompt")}
-        changed = [name for name in wanted if record.get(name) != wanted[name]]
-        if changed:
-            raise MarsError(f"{path} was made with another {changed[0]}: name another file")
+        same = record.get("prompt") == problem.get("prompt")
+        require(same, f"{path} was made with another prompt: name another file")
+        for name in SETTINGS:
+            same = record.get(name) == getattr(args, name)
+            require(same, f"{path} was made with another {name}: name another file")
         if problem is not record:
             score = args.score(problem, record["completion"], args)
             record |= {} if score["correct"] is None else score  # None: without --run-code
@@ -377,17 +369,17 @@ def saved_records(problems: list[dict], args) -> list[dict]:
     return records
 
 
-def encode(problems: list[dict], tokenizer) -> list[list[int]]:
+def prompt_ids(problems, tokenizer):
     asked = [[{"role": "user", "content": problem["prompt"]}] for problem in problems]
     return [mars.chat_ids(tokenizer, messages) for messages in asked]
 
 
-def answers(model, tokenizer, problems: list[dict], mode: str, threshold, args) -> Iterator[dict]:
+def answers(model, tokenizer, problems, mode, threshold, args):
     """Answer problems with Hugging Face's `generate` or with ours; yields scored records.
 
     `seconds` is the time since the record before, without scoring: they add up to decoding's.
     """
-    prompts, size, longest = encode(problems, tokenizer), args.batch_size, args.max_new_tokens
+    prompts, size, longest = prompt_ids(problems, tokenizer), args.batch_size, args.max_new_tokens
     if mode == "hf":  # in fixed batches, whose rows are all done together
         parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
         run = lambda part: mars.hf_generate(model, part, longest, size)
@@ -399,11 +391,10 @@ def answers(model, tokenizer, problems: list[dict], mode: str, threshold, args) 
     for index, out in outs:
         seconds, problem = perf_counter() - start, problems[index]
         completion = tokenizer.decode(out.tokens, skip_special_tokens=True)
-        record = settings(args) | {
+        record = {name: getattr(args, name) for name in SETTINGS} | {
             "mode": mode, "threshold": threshold, "id": problem["id"], "prompt": problem["prompt"],
             "completion": completion, "steps": out.steps, "stop": out.stop, "seconds": seconds,
-            **args.score(problem, completion, args),
-        }  # fmt: skip
+        } | args.score(problem, completion, args)
         if args.samples:  # subtle: one write a line, or processes cut each other's lines in two
             with open(args.samples, "ab") as file:
                 file.write(json.dumps(record).encode() + b"\n")
@@ -411,20 +402,20 @@ def answers(model, tokenizer, problems: list[dict], mode: str, threshold, args) 
         start = perf_counter()
 
 
-def sweep(model, tokenizer, problems: list[dict], done: list[dict], args) -> Iterator[dict]:
+def sweep(model, tokenizer, problems, done, args):
     """Answer the problems in every mode and at every threshold; yields the lines of the table."""
     done = {(record["mode"], record["threshold"], record["id"]): record for record in done}
-    ar, baseline = mars.METRICS[args.metric][0], None
-    modes = [("hf", None)] * args.baseline
-    modes += [("ar" if t == ar else "mars", t) for t in dict.fromkeys(args.thresholds)]
-    modes += [("lossless", None)] * args.lossless
+    ar, baseline, (rank, world) = mars.METRICS[args.metric][0], None, mars.processes()
+    modes = [("hf", None)] * args.baseline + [("lossless", None)] * args.lossless
+    modes[args.baseline : args.baseline] = [("mars", t) for t in dict.fromkeys(args.thresholds)]
     for mode, threshold in modes:
-        mine = {(mode, threshold, problem["id"]): problem for problem in problems[RANK::WORLD]}
+        mode = "ar" if threshold == ar else mode
+        mine = {(mode, threshold, problem["id"]): problem for problem in problems[rank::world]}
         todo = [problem for key, problem in mine.items() if key not in done]
         new = answers(model, tokenizer, todo, mode, threshold, args)
-        bar = tqdm(new, f"{mode} {threshold or ''}", len(todo), False, disable=RANK > 0 or None)
-        parts = [[done[key] for key in mine if key in done] + list(bar)] * WORLD
-        if WORLD > 1:
+        bar = mars.progress(new, desc=f"{mode} {threshold or ''}", total=len(todo), leave=False)
+        parts = [[done[key] for key in mine if key in done] + list(bar)] * world
+        if world > 1:
             dist.all_gather_object(parts, parts[0])
         records = list(chain(*parts))
         verdicts, n = [record["correct"] for record in records], len(records)
@@ -438,10 +429,10 @@ def sweep(model, tokenizer, problems: list[dict], done: list[dict], args) -> Ite
             "standard_error": accuracy and (accuracy * (1 - accuracy) / n) ** 0.5,
             "tokens_per_forward": fmean(steps), "tokens_per_second": speed,
             "speedup": baseline and speed / baseline,
-        }  # fmt: skip
+        }
 
 
-def plot(rows: list[dict], file: str, title: str) -> None:
+def plot(rows, file, title):
     """Draw the frontier: accuracy, with its standard error, against speed."""
     from matplotlib.figure import Figure
 
@@ -463,27 +454,23 @@ def plot(rows: list[dict], file: str, title: str) -> None:
     figure.savefig(file, dpi=150)
 
 
-def check_options(args) -> None:
+def check_options(args):
     """Refuse what would fail only at the end."""
-    no_verdicts = args.task == "humaneval" and not args.run_code
     for file in filter(None, (args.json, args.samples, args.plot)):
-        if not Path(file).absolute().parent.is_dir():
-            raise MarsError(f"there is no folder for {file}")
-    for wrong, why in (
-        (args.resume and not args.samples, "--resume continues the file of --samples: name it"),
-        (args.plot and not find_spec("matplotlib"), "--plot: pip install matplotlib"),
-        (args.plot and not args.plot.endswith((".png", ".pdf")), "--plot: name a FILE.png"),
-        (no_verdicts and (args.plot or not args.samples), "add --run-code (see --help)"),
-    ):
-        if wrong:
-            raise MarsError(why)
-    if args.samples and Path(args.samples).exists() and not args.resume:
-        raise MarsError(f"{args.samples} exists: add --resume, or name another file")
+        require(Path(file).absolute().parent.is_dir(), f"there is no folder for {file}")
+    require(args.samples or not args.resume, "--resume continues the file of --samples: name it")
+    require(find_spec("matplotlib") or not args.plot, "--plot: pip install matplotlib")
+    image = (args.plot or ".png").endswith((".png", ".pdf"))
+    require(image, "--plot: name a FILE.png")
+    scored = args.task != "humaneval" or args.run_code
+    require(scored or args.samples and not args.plot, "add --run-code (see --help)")
+    there = args.samples and Path(args.samples).exists() and not args.resume
+    require(not there, f"{args.samples} exists: add --resume, or name another file")
     if args.task == "humaneval" and args.run_code:
         check_sandbox()
 
 
-def evaluate(args) -> None:
+def evaluate(args):
     problems = args.problems(args)
     check_options(args)
     args.dtype = str(mars.pick(args.device, args.dtype)[1]).removeprefix("torch.")
@@ -492,22 +479,21 @@ def evaluate(args) -> None:
     args.thresholds = args.thresholds or mars.METRICS[args.metric][: None if masks else 1]
     for threshold in [*args.thresholds, *[None] * args.lossless]:  # without prompts: a check
         mars.stream(model, [], threshold=threshold, lossless=threshold is None, metric=args.metric)
-    resumed = args.resume and RANK == 0 and Path(args.samples).exists()
-    done = [saved_records(problems, args) if resumed else []]
-    if WORLD > 1:  # ranks meet once for each line of the table, and may be far apart
-        dist.init_process_group("gloo", timeout=datetime.timedelta(days=2))
-        dist.broadcast_object_list(done)
-    title = f"{args.task}, {len(problems)} problems, {args.model}"
-    print(f"{title}\n{mars.hardware(model)}")
-    columns = "mode threshold accuracy standard_error tokens_per_forward tokens_per_second speedup"
-    rows = mars.print_table(sweep(model, tokenizer, problems, done[0], args), columns)
-    if RANK == 0:
-        mars.write_results(args, model, rows)
-        if args.plot:
-            plot(rows, args.plot, title)
-    if WORLD > 1:
-        dist.barrier()  # subtle: a rank that leaves early is sometimes aborted on its way out
-        dist.destroy_process_group()
+    with mars.process_group(args.device):
+        rank, world = mars.processes()
+        resumed = args.resume and rank == 0 and Path(args.samples).exists()
+        done = [saved_records(problems, args) if resumed else []]
+        if world > 1:
+            dist.broadcast_object_list(done)
+        title = f"{args.task}, {len(problems)} problems, {args.model}"
+        print(f"{title}\n{mars.hardware(model)}")
+        names = "mode threshold accuracy standard_error tokens_per_forward tokens_per_second"
+        rows = sweep(model, tokenizer, problems, done[0], args)
+        rows = mars.print_table(rows, names + " speedup" * args.baseline)
+        if rank == 0:
+            mars.write_results(args, model, rows)
+            if args.plot:
+                plot(rows, args.plot, title)
 
 
 # -------- Load: the knob in the hands of a server -------------------------------------------------
@@ -515,7 +501,7 @@ def evaluate(args) -> None:
 POLICIES = ("fixed-1.0", "fixed-0.9", "lossless", "adaptive")
 
 
-def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) -> tuple:
+def serve(model, prompts, due, policy, args):
     """Answer request i, which arrives at second due[i]: (latencies in s, tokens, mean threshold).
 
     Adaptive: 1 while fewer than four requests wait, 0.95 from four on, 0.9 from eight on.
@@ -523,7 +509,7 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
     start, admitted, asked = perf_counter(), 0, []
     latencies, outs = [0.0] * len(due), [[] for _ in due]
 
-    def arrivals() -> Iterator[list[int] | None]:
+    def arrivals():
         nonlocal admitted
         for prompt, second in zip(prompts, due):
             while perf_counter() - start < second:
@@ -531,7 +517,7 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
             admitted += 1
             yield prompt
 
-    def adaptive() -> float:
+    def adaptive():
         waiting = sum(second < perf_counter() - start for second in due) - admitted
         asked.append(1 - 0.05 * min(waiting // 4, 2))
         return asked[-1]
@@ -539,32 +525,29 @@ def serve(model, prompts: list[list[int]], due: list[float], policy: str, args) 
     fixed = float(policy[6:]) if policy.startswith("fixed-") else None
     threshold = adaptive if policy == "adaptive" else fixed
     options = dict(lossless=policy == "lossless", batch_size=args.batch_size)
-    requests = mars.stream(model, arrivals(), args.max_new_tokens, threshold, **options)
-    for index, tokens in requests:
-        outs[index] += tokens
-        latencies[index] = perf_counter() - start - due[index]
+    for i, tokens in mars.stream(model, arrivals(), args.max_new_tokens, threshold, **options):
+        outs[i] += tokens
+        latencies[i] = perf_counter() - start - due[i]
     return latencies, outs, fmean(asked) if asked else fixed
 
 
-def load_test(args) -> None:
+def load_test(args):
     """Requests arrive at random, up to more than AR decoding answers: what can a policy do?"""
-    if not all(0 < load < math.inf for load in args.rates):
-        raise MarsError("--rates: a rate is a positive number")
+    positive = all(0 < load < math.inf for load in args.rates)
+    require(positive, "--rates: a rate is a positive number")
     model, tokenizer = mars.load(args.model, args.device, args.dtype)
     mars.stream(model, [], lossless=True)  # without prompts: a check
     problems = toy_problems(args)
-    prompts = encode(problems, tokenizer)
+    prompts = prompt_ids(problems, tokenizer)
     for _ in range(2):  # the first time is a warm-up
         at_once = serve(model, prompts, [0.0] * len(prompts), "fixed-1.0", args)
     capacity = len(prompts) / max(at_once[0])
-    print(f"{len(prompts)} requests; AR decoding answers {capacity:.1f} a second")
-    print(mars.hardware(model))
+    print(f"AR decoding answers {capacity:.1f} requests a second\n{mars.hardware(model)}")
 
-    def results() -> Iterator[dict]:
+    def results():
         for load, policy in product(args.rates, POLICIES):
-            rng = random.Random(0)
-            gaps = [rng.expovariate(load * capacity) for _ in prompts]  # a Poisson process
-            due = list(accumulate(gaps))
+            rng = random.Random(0)  # a Poisson process, the same for every policy
+            due = list(accumulate(rng.expovariate(load * capacity) for _ in prompts))
             latencies, outs, threshold = serve(model, prompts, due, policy, args)
             p50, p95 = torch.tensor(latencies).quantile(torch.tensor([0.5, 0.95])).tolist()
             texts = tokenizer.batch_decode(outs, skip_special_tokens=True)
@@ -573,28 +556,28 @@ def load_test(args) -> None:
                 "policy": policy, "load": load, "rate": load * capacity, "latency_p50": p50,
                 "latency_p95": p95, "throughput": len(due) / max(map(sum, zip(due, latencies))),
                 "mean_threshold": threshold, "accuracy": fmean(right),
-            }  # fmt: skip
+            }
 
     columns = "policy load rate throughput latency_p50 latency_p95 mean_threshold accuracy"
     mars.write_results(args, model, mars.print_table(results(), columns))
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None):
     parser = mars.Parser(description=__doc__.split("\n")[0])
     tasks = parser.add_subparsers(required=True, metavar="toy|gsm8k|humaneval|load", dest="task")
-    for task, limit, size, functions in (
-        ("toy", 1000, 32, (evaluate, toy_problems, score_number)),
-        ("gsm8k", None, 8, (evaluate, gsm8k_problems, score_number)),
-        ("humaneval", None, 8, (evaluate, humaneval_problems, score_function)),
-        ("load", 400, 8, (load_test, None, None)),
+    numbers = mars.numbers(float)
+    for task, limit, size, problems, score in (
+        ("toy", 1000, 32, toy_problems, score_number),
+        ("gsm8k", None, 8, gsm8k_problems, score_number),
+        ("humaneval", None, 8, humaneval_problems, score_function),
+        ("load", 400, 8, None, None),
     ):
         t = tasks.add_parser(task)
-        t.set_defaults(**dict(zip(("run", "problems", "score"), functions)))
+        t.set_defaults(run=evaluate if problems else load_test, problems=problems, score=score)
         add = t.add_argument
         add("--limit", type=mars.positive, default=limit, help=f"first problems only ({limit})")
         add("--batch-size", type=mars.positive, default=size, help=f"rows at a time ({size})")
         mars.add_model_options(t)
-        numbers = mars.numbers(float)
         if task == "load":
             add("--rates", type=numbers, default="0.5,1,1.25", help="1: as much as AR can answer")
             continue
@@ -604,10 +587,10 @@ def main(argv: list[str] | None = None) -> None:
             add("--run-code", action="store_true", help=RUN_CODE)
         add("--thresholds", type=numbers, help="comma-separated (default: 1.0 and six below)")
         add("--lossless", action="store_true", help="also decode by verified drafts")
-        add("--baseline", action="store_true", help="also Hugging Face generate, for the speedup")
+        add("--baseline", action="store_true", help="also Hugging Face generate")
         add("--samples", metavar="FILE", help="write a JSON line for every answer")
         add("--resume", action="store_true", help="continue an interrupted run's --samples")
-        add("--plot", metavar="FILE.png", help="draw accuracy against speed (needs matplotlib)")
+        add("--plot", metavar="FILE.png", help="draw accuracy against speed (matplotlib)")
     mars.run(parser, argv)
 
 

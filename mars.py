@@ -1337,7 +1337,7 @@ def process_group(device):
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(hours=2))  # ranks wait while rank 0 writes
+    dist.init_process_group(backend, timeout=datetime.timedelta(days=2))  # ranks may be far apart
     yield
     dist.barrier()  # subtle: a rank that leaves early can abort the others
     dist.destroy_process_group()
