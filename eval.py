@@ -459,9 +459,8 @@ def check_options(args):
     for file in filter(None, (args.json, args.samples, args.plot)):
         require(Path(file).absolute().parent.is_dir(), f"there is no folder for {file}")
     require(args.samples or not args.resume, "--resume continues the file of --samples: name it")
+    require((args.plot or ".png").endswith((".png", ".pdf")), "--plot: name a FILE.png")
     require(find_spec("matplotlib") or not args.plot, "--plot: pip install matplotlib")
-    image = (args.plot or ".png").endswith((".png", ".pdf"))
-    require(image, "--plot: name a FILE.png")
     scored = args.task != "humaneval" or args.run_code
     require(scored or args.samples and not args.plot, "add --run-code (see --help)")
     there = args.samples and Path(args.samples).exists() and not args.resume
