@@ -51,9 +51,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict as state_dict
 import torch.nn.functional as F
 import transformers
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -85,24 +87,21 @@ def require(right, problem):
 
 
 @functools.lru_cache(10_000)
-def noisy_stream(response_len: int, block_size: int, phase: int = 0, full_block: bool = False):
+def noisy_stream(response_len: int, block_size: int, phase: int = 0):
     """Response index i and block start s of every mask: two tensors [number of masks].
 
     The mask at index i predicts x_{i+1}, so the last index needs none. A decoder reads B-1 masks,
-    so the B-th of a block is trained for nothing; `full_block` keeps it, as the paper does. """
+    so the B-th mask of a block, which the paper trains too, is left out."""
     index = torch.arange(response_len - 1)
     start = ((index + phase) // block_size * block_size - phase).clamp(min=0)
-    keep = index - start < block_size - 1 + (full_block and block_size > 1)
+    keep = index - start < block_size - 1
     return index[keep], start[keep]
 
 
-def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0,
-                   full_block: bool = False):
-    """What is visible in one training row: bool [T, T], True where the query (row) sees the key
-    (column).
+def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: int = 0):
+    """What is visible in one training row: bool [T, T], query by key.
 
-    P = 2, R = 5, B = 3. The masks at index 0, 1 | 3 are written M0, M1 | M3; blocks start at 0 and
-    3:
+    P = 2, R = 5, B = 3; blocks start at 0 and 3. The masks at index 0, 1 | 3 are M0, M1 | M3:
 
                   p p 0 1 2 3 4   M0 M1 M3
             p     ■ · · · · · ·    ·  ·  ·
@@ -117,7 +116,7 @@ def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: i
             M1    ■ ■ · · · · ·    ■  ■  ·      and the masks of its block up to itself
             M3    ■ ■ ■ ■ ■ · ·    ·  ·  ■
     """
-    index, start = noisy_stream(response_len, block_size, phase, full_block)
+    index, start = noisy_stream(response_len, block_size, phase)
     C, T = prompt_len + response_len, prompt_len + response_len + len(index)
     mask = torch.zeros(T, T, dtype=torch.bool)
     mask[:C, :C] = torch.ones(C, C, dtype=torch.bool).tril()
@@ -131,15 +130,13 @@ def attention_mask(prompt_len: int, response_len: int, block_size: int, phase: i
 # --------------------------------------------------------------------------------------------------
 
 
-def collate(batch: list, block_size: int, mask_id: int, full_block: bool = False) -> dict:
-    """N examples (prompt ids, response ids, phase) as clean and noisy streams, padded on the right
-    to T.
+def collate(batch: list, block_size: int, mask_id: int) -> dict:
+    """N examples (prompt ids, response ids, phase) as clean and noisy streams, padded to T.
 
     Returns `ids`, `positions`, `labels` and `offsets` [N, T], and `visible` [N, 1, T, T]. The
     offset of a label says who predicts it: 0 the clean stream (plain AR), j the j-th mask of a
-    block. """
-    streams = [noisy_stream(len(response), block_size, phase, full_block)
-               for _, response, phase in batch]
+    block."""
+    streams = [noisy_stream(len(response), block_size, phase) for _, response, phase in batch]
     N, T = len(batch), max(len(p) + len(r) + len(i) for (p, r, _), (i, _) in zip(batch, streams))
     ids, positions = torch.full((N, T), mask_id), torch.zeros(N, T, dtype=torch.long)
     labels, offsets = torch.full((N, T), IGNORE), torch.zeros(N, T, dtype=torch.long)
@@ -150,109 +147,86 @@ def collate(batch: list, block_size: int, mask_id: int, full_block: bool = False
         end = C + len(index)
         ids[n, :C] = torch.tensor([*prompt, *response])
         positions[n, :C] = torch.arange(C)
-        # subtle: a mask has the position of the token it stands for
-        positions[n, C:end] = P + index
+        positions[n, C:end] = P + index  # subtle: a mask has the position of its hidden token
         labels[n, P - 1 : C - 1] = x  # subtle: right shift, position p predicts token p+1
         labels[n, C:end] = x[index + 1]
         offsets[n, C:end] = index - start + 1
-        visible[n, :end, :end] = attention_mask(P, len(response), block_size, phase, full_block)
-    return dict(ids=ids, positions=positions, labels=labels, offsets=offsets,
-                visible=visible[:, None])
+        visible[n, :end, :end] = attention_mask(P, len(response), block_size, phase)
+    names = dict(ids=ids, positions=positions, labels=labels, offsets=offsets)
+    return names | dict(visible=visible[:, None])
 
 
-def count_targets(batch, block_size, full_block=False) -> tuple[int, int]:
-    """(AR, mask) numbers of labels: the `totals` of `mars_loss`."""
-    masks = sum(len(noisy_stream(len(r), block_size, phase, full_block)[0])
-                for _, r, phase in batch)
-    return sum(len(response) for _, response, _ in batch), masks
+def mars_loss(model, batch: list, block_size: int, mask_id: int, ar_weight=1.0, totals=None):
+    """L = L_mask + ar_weight · L_AR, each a mean cross-entropy (Eq. 5). B = 1 is AR training.
 
-
-def mars_loss(model, batch: list, block_size: int, mask_id: int, ar_weight: float = 1.0,
-              full_block: bool = False,
-              totals: tuple[int, int] | None = None):
-    """L = L_mask + ar_weight · L_AR, each the mean cross-entropy over its labels (Eq. 5). B = 1 is
-    AR training.
-
-    `totals` = (AR, mask) numbers of labels, by default of this batch. With those of the whole
-    optimiser step, over all micro-batches and processes, the gradients of the parts add up to that
-    of the whole.
+    `totals` are the numbers of AR and of mask labels to divide by, by default those of this batch.
+    With those of a whole optimiser step, the gradients of its parts add up to that of the whole.
 
     Returns (loss, parts): `nll`, `hits` and `count` [B + 1] hold, for offset 0 (AR) and each mask
-    offset j, the summed cross-entropy, the number of right top-1 predictions and the number of
-    predictions. """
-    rows = collate(batch, block_size, mask_id, full_block)
-    rows = {name: x.to(model.device) for name, x in rows.items()}
+    offset j, the summed cross-entropy, the number of right top-1 predictions and of all."""
+    rows = {name: x.to(model.device) for name, x in collate(batch, block_size, mask_id).items()}
     supervised = rows["labels"] != IGNORE
     labels, offsets = rows["labels"][supervised], rows["offsets"][supervised]  # [S]
     nll, hits = token_losses(model, last_hidden(model, rows)[supervised], labels)  # [S], [S]
-    values = {"nll": nll.detach(), "hits": hits, "count": torch.ones_like(nll)}
-    total = lambda value: torch.bincount(offsets, value.double(), minlength=block_size + 1)
-    parts = {name: total(value) for name, value in values.items()}
-    ar_total, mask_total = totals or count_targets(batch, block_size, full_block)
-    ar_loss = nll[offsets == 0].sum() / max(ar_total, 1)
-    mask_loss = nll[offsets > 0].sum() / max(mask_total, 1)
-    return mask_loss + ar_weight * ar_loss, parts
+    sums = lambda x: torch.bincount(offsets, x.float(), minlength=block_size + 1)
+    parts = {"nll": sums(nll.detach()), "hits": sums(hits), "count": sums(torch.ones_like(nll))}
+    ar_total, mask_total = totals or (parts["count"][0], parts["count"][1:].sum())
+    ar_loss, mask_loss = nll[offsets == 0].sum() / ar_total, nll[offsets > 0].sum()
+    return mask_loss / max(mask_total, 1) + ar_weight * ar_loss, parts
 
 
 def last_hidden(model, rows):
     """The last hidden states [N, T, hidden] of what `collate` returns."""
-    decoder, ids, positions = model.get_decoder(), rows["ids"], rows["positions"]
+    ids, positions = rows["ids"], rows["positions"]
     visible = by_layer(model, rows["visible"], positions, positions)
-    return decoder(ids, attention_mask=visible, position_ids=positions,
-                   use_cache=False).last_hidden_state
+    options = dict(attention_mask=visible, position_ids=positions, use_cache=False)
+    return model.get_decoder()(ids, **options).last_hidden_state
 
 
 def token_losses(model, hidden, labels):
     """Cross-entropy and top-1 hit of each label, [S] and [S], from hidden states [S, hidden].
 
     With 150,000 ids the logits would be the peak of memory: they are computed in chunks, and again
-    in the backward pass. """
+    in the backward pass."""
 
-    def chunk(hidden, labels):
+    def losses(hidden, labels):
         logits = project(model, hidden)  # [chunk, V]
-        return F.cross_entropy(logits, labels,
-                               reduction="none"), logits.detach().argmax(-1) == labels
+        return F.cross_entropy(logits, labels, reduction="none"), logits.argmax(-1) == labels
 
     size = max(1, CHUNK // model.config.get_text_config().vocab_size)
     if len(labels) <= size:
-        return chunk(hidden, labels)
-    pieces = zip(hidden.split(size), labels.split(size))
-    done = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
-    return tuple(torch.cat(column) for column in zip(*done))
+        return losses(hidden, labels)
+    chunks = zip(hidden.split(size), labels.split(size))
+    done = [checkpoint(losses, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(column) for column in zip(*done)]
 
 
 def project(model, hidden):
     """Float32 logits [S, V] of hidden states [S, hidden]: the output layer, scale and soft cap."""
-    config, logits = model.config.get_text_config(), model.get_output_embeddings()(hidden).float()
-    multiply, divide = (getattr(config, name, None) or 1
-                        for name in ("logit_scale", "logits_scaling"))
-    if multiply != divide:  # Cohere, Granite
-        logits = logits * (multiply / divide)
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    setting = lambda name: getattr(model.config.get_text_config(), name, None)
+    logits = model.get_output_embeddings()(hidden).float()
+    logits = logits * ((setting("logit_scale") or 1) / (setting("logits_scaling") or 1))
+    cap = setting("final_logit_softcapping")
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def layer_kinds(model) -> set[str]:
-    """The kinds of attention in the model's layers: "full_attention", "sliding_attention", or
-    others."""
-    config = model.config.get_text_config()
-    everywhere = "sliding_attention" if getattr(config, "sliding_window",
-                                                None) else "full_attention"
-    return set(getattr(config, "layer_types", None) or [everywhere])
+def layer_kinds(config):
+    """The kinds of attention: "full_attention", "sliding_attention", or what is not supported."""
+    one = "sliding" if getattr(config, "sliding_window", None) else "full"
+    return set(getattr(config, "layer_types", None) or [f"{one}_attention"])
 
 
 def by_layer(model, visible, queries, keys):
-    """`visible` [N, 1, Q, K] as the model takes it, given the positions of queries [N, Q] and keys
-    [N or 1, K].
+    """`visible` [N, 1, Q, K] as the model takes it: positions are queries [N, Q], keys [N or 1, K].
 
-    A layer with a sliding window W sees no key W or more positions back; a model that mixes such
-    layers with full attention takes a dict, one mask for each kind. """
-    if layer_kinds(model) == {"full_attention"}:
-        return visible
+    A layer with a sliding window W sees no key W or more positions back. A model that mixes such
+    layers with full attention takes one mask for each kind."""
     config = model.config.get_text_config()
-    near = visible & (queries[:, None, :, None] - keys[:, None, None, :] < config.sliding_window)
-    mixed = getattr(config, "layer_types", None)
-    return {"full_attention": visible, "sliding_attention": near} if mixed else near
+    kinds, W = layer_kinds(config), getattr(config, "sliding_window", None)
+    if kinds == {"full_attention"}:
+        return visible
+    near = visible & (queries[:, None, :, None] - keys[:, None, None, :] < W)
+    return {"full_attention": visible, "sliding_attention": near} if len(kinds) > 1 else near
 
 
 # --------------------------------------------------------------------------------------------------
@@ -768,31 +742,29 @@ def custom_generate(model, inputs=None, input_ids=None, attention_mask=None, gen
 
 
 def processes() -> tuple[int, int]:
-    """(rank, world size): which of the processes that train together this is, and how many there
-    are."""
+    """(rank, world size) of this process among those that train together."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def visits(examples, block_size, fixed_phase, seed, start=0):
-    """The examples in a new order at every visit, each with a phase from 0 … B-1; skips the first
-    `start`.
+    """The examples in a new order at every visit, each with a phase; skips the first `start`.
 
-    The decoder's window may start anywhere, so every alignment of blocks must be practised. Order
-    and phase are functions of (seed, visit, example) alone, however the work is split. """
+    The decoder's window may start anywhere, so every alignment of blocks is practised. Order and
+    phase are functions of (seed, visit, example) alone, however the work is split."""
     first, done = divmod(start, len(examples))
     for visit in itertools.count(first):
         order = random.Random(f"{seed}/{visit}").sample(range(len(examples)), len(examples))
         for i in order[done if visit == first else 0 :]:
-            phase = 0 if fixed_phase else random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
-            yield (*examples[i], phase)
+            phase = random.Random(f"{seed}/{visit}/{i}").randrange(block_size)
+            yield (*examples[i], 0 if fixed_phase else phase)
 
 
 class Loss(torch.nn.Module):
-    """`mars_loss` as the forward of a module, which DDP and FSDP can wrap.
+    """`mars_loss` as a module that DDP and FSDP can wrap.
 
-    subtle: they gather weights and average gradients around the forward of the module they wrap.
-    `mars_loss` calls the decoder and the output layer separately; outside such a forward, each
-    process would train a model of its own. """
+    subtle: they gather weights and average gradients around the forward of what they wrap.
+    `mars_loss` calls the decoder and the output layer separately; outside such a forward each
+    process would train a model of its own."""
 
     def __init__(self, model):
         super().__init__()
@@ -803,89 +775,76 @@ class Loss(torch.nn.Module):
 
 
 class Training:
-    """One stage of fine-tuning, and the state that resumes it exactly: AdamW, 3 % warm-up, cosine
-    decay (§4.1).
+    """One stage of fine-tuning and its state: AdamW, 3 % warm-up, cosine decay (§4.1).
 
     Under torchrun every process has a copy of the model (DDP), or with `shard` a share of weights,
-    gradients and optimiser state (FSDP2).
-    """
+    gradients and optimiser state (FSDP2)."""
 
     def __init__(self, model, steps: int, lr: float, shard: bool = False):
         self.model, self.loss, self.shard = model, Loss(model), shard
         self.steps, self.step = steps, 0
         if shard:
-            half = dict(param_dtype=torch.bfloat16,
-                        reduce_dtype=torch.float32) if torch.cuda.is_available() else {}
+            half = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(**half if torch.cuda.is_available() else {})
             layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
             for module in [*layers, self.loss]:  # a share moves from the CPU to its device here
-                fully_shard(module, mp_policy=MixedPrecisionPolicy(**half))
+                fully_shard(module, mp_policy=policy)
         elif processes()[1] > 1:
             self.loss = DistributedDataParallel(self.loss, forward_sync_buffers=False)
         self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=lr, betas=(0.9, 0.95))
         warmup = math.ceil(0.03 * steps)
-        cosine = lambda step: 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1,
-                                                                                   steps - warmup))
-        rate = lambda step: (step + 1) / warmup if step < warmup else cosine(step)
+        cosine = lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        rate = lambda step: min((step + 1) / warmup, cosine(step))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
 
     def state(self):
-        """(weights, the rest) as plain tensors on rank 0, sharded or not; every rank must call
-        this."""
-        options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = state_dict.get_model_state_dict(self.model, options=options)
+        """(weights, the rest) as plain tensors on rank 0, sharded or not; all ranks call it."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.model, options=options)
         for name in self.model.all_tied_weights_keys:  # the second name of a weight
             weights.pop(name, None)
-        optimizer = state_dict.get_optimizer_state_dict(self.loss, self.optimizer, options=options)
-        return weights, {"step": self.step, "optimizer": optimizer,
-                         "schedule": self.schedule.state_dict()}
+        optimizer = get_optimizer_state_dict(self.loss, self.optimizer, options=options)
+        schedule = self.schedule.state_dict()
+        return weights, {"step": self.step, "optimizer": optimizer, "schedule": schedule}
 
     def restore(self, rest):
-        self.step, options = rest["step"], state_dict.StateDictOptions(full_state_dict=True)
-        state_dict.set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"],
-                                            options=options)
+        self.step, options = rest["step"], StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.loss, self.optimizer, rest["optimizer"], options=options)
         self.schedule.load_state_dict(rest["schedule"])
 
 
 def train(training: Training, examples: list, *, block_size: int, mask_id: int, batch_size: int,
-          accumulate: int = 1,
-          ar_weight: float = 1.0, fixed_phase: bool = False, full_block: bool = False,
-          seed: int = 0) -> Iterator[dict]:
-    """Run the remaining steps of a stage, in place; block_size 1 is the AR stage. Yields a report
-    of every step.
+          accumulate=1, ar_weight=1.0, fixed_phase=False, seed=0) -> Iterator[dict]:
+    """Run the remaining steps of a stage, in place; yields a report of every step.
 
     A step is `accumulate` forward passes over `batch_size` examples in every process; its gradient
     does not depend on how they are split. Weights are float32; on CUDA the arithmetic is autocast
-    to bfloat16. Raises MarsError if the gradient is not finite. """
+    to bfloat16. Raises MarsError if the gradient is not finite."""
     model, (rank, world) = training.model, processes()
     size = batch_size * accumulate * world
     upcoming = visits(examples, block_size, fixed_phase, seed, start=training.step * size)
+    half = torch.autocast(model.device.type, torch.bfloat16, model.device.type == "cuda")
     model.train()
     while training.step < training.steps:
         batch = list(itertools.islice(upcoming, size))
-        # texts of similar length share a pass; the longest first: if they fit, all do
-        if size > batch_size:
-            batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
-        mine = [batch[i : i + batch_size]
-                for i in range(rank * batch_size, size, world * batch_size)]
-        totals, sums = count_targets(batch, block_size, full_block), 0
-        # dropout
+        # texts of similar length share a pass; the longest go first: if they fit, all do
+        batch.sort(key=lambda example: -len(example[0]) - len(example[1]))
+        masks = (len(noisy_stream(len(x), block_size, phase)[0]) for _, x, phase in batch)
+        totals, sums = (sum(len(x) for _, x, _ in batch), sum(masks)), 0
         torch.manual_seed(random.Random(f"{seed}/{training.step}/{rank}").getrandbits(63))
-        for micro in mine:
-            waits = world > 1 and not training.shard and micro is not mine[-1]
-            with training.loss.no_sync() if waits else contextlib.nullcontext():
-                with torch.autocast(model.device.type, torch.bfloat16,
-                                    enabled=model.device.type == "cuda"):
-                    loss, parts = training.loss(micro, block_size, mask_id, ar_weight, full_block,
-                                                totals)
-                # subtle: processes average gradients, but these are parts of a sum
-                (world * loss).backward()
+        for i in range(rank * batch_size, size, world * batch_size):
+            training.loss.require_backward_grad_sync = i + world * batch_size >= size  # DDP's
+            with half:
+                micro = batch[i : i + batch_size]
+                loss, parts = training.loss(micro, block_size, mask_id, ar_weight, totals)
+            (world * loss).backward()  # subtle: processes average gradients, these are to be summed
             sums = sums + torch.stack(list(parts.values()))  # [3, B + 1]
         if world > 1:
             dist.all_reduce(sums)
         norm = torch.nn.utils.clip_grad_norm_(training.loss.parameters(), 1.0)
         norm = float(norm.full_tensor() if training.shard else norm)
-        require(math.isfinite(norm),
-                f"the gradient of step {training.step + 1} is {norm}: try a lower --lr")
+        problem = f"the gradient of step {training.step + 1} is {norm}: try a lower --lr"
+        require(math.isfinite(norm), problem)
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.schedule.step()
@@ -981,7 +940,7 @@ def check_model(model):
     by its config and by a tiny example: logits in training and over the cache must be those of
     plain text."""
     kind = f"{model.config.model_type} is not supported:"
-    others = layer_kinds(model) - {"full_attention", "sliding_attention"}
+    others = layer_kinds(model.config.get_text_config()) - {"full_attention", "sliding_attention"}
     require(not others and not model._is_stateful, f"{kind} it has recurrent or chunked layers")
     require(model.config._attn_implementation == "sdpa",
             f"{kind} load it with attn_implementation='sdpa'")
@@ -1530,7 +1489,7 @@ def train_command(args):
                 print(f"{model.num_parameters():,} parameters, {pick(args.device)[0]}, {mask}")
                 shown = visits(examples, args.block_size, args.fixed_phase, args.seed)
                 for example in itertools.islice(shown, args.show_examples):
-                    show_example(tokenizer, example, args.block_size, mask_id, args.full_block)
+                    show_example(tokenizer, example, args.block_size, mask_id)
             train_stage(args, out / stage, start, model, tokenizer, mask_id, examples, found)
             start = str(out / stage)
 
@@ -1567,7 +1526,7 @@ def train_stage(args, folder, start, model, tokenizer, mask_id, examples, found)
     how = {"block_size": args.block_size,
            "ar_weight": args.ar_weight} if stage == "mars" else {"block_size": 1}
     how |= {name: getattr(args, name)
-            for name in ("seed", "fixed_phase", "full_block")} | {"mask_id": mask_id}
+            for name in ("seed", "fixed_phase")} | {"mask_id": mask_id}
     checksum = functools.reduce(lambda crc, part: zlib.crc32(part, crc), itertools.chain(*examples),
                                 0)
     data = f"{len(examples)} examples, checksum {checksum:08x}"
@@ -1655,14 +1614,14 @@ def paint(text, background):
                      for part in text.split("\n"))
 
 
-def show_example(tokenizer, example, block_size, mask_id, full_block):
+def show_example(tokenizer, example, block_size, mask_id):
     """Print an example as it is trained, a position a line: what the clean token and the mask there
     learn to predict, and what the mask sees: `x<4` is the prompt, x_0 … x_3, and the masks of its
     colour up to itself."""
     prompt, response, phase = example
     P, C = len(prompt), len(prompt) + len(response)
     rows = {name: tensor[0]
-            for name, tensor in collate([example], block_size, mask_id, full_block).items()}
+            for name, tensor in collate([example], block_size, mask_id).items()}
     name = lambda i: tokenizer.decode([i]).replace(" ", "·").replace("\n", "⏎").replace("\t",
                                                                                         "→") or "∅"
     learns = ["" if label == IGNORE else name(label) for label in rows["labels"]]
@@ -1923,7 +1882,6 @@ def add_train_options(parser):
         help="the token that serves as mask (default: the model's own, or a new one)")
     add("--fixed-phase", action="store_true",
         help="blocks begin with the response, as in the paper")
-    add("--full-block", action="store_true", help="train all B masks of a block, as in the paper")
     add("--seed", type=int, default=0, help="of data, weights, order and phases")
     add("--save-every", type=positive, default=100, help="steps between checkpoints")
     add("--resume", action="store_true", help="continue an interrupted run exactly")

@@ -134,8 +134,8 @@ def test_what_is_trained_is_what_the_decoder_runs(kind):
         assert torch.equal(row[: len(expected)].argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("block_size, full_block", [(1, False), (B, False), (B, True)])
-def test_the_loss_is_the_sum_of_two_means(block_size, full_block):
+@pytest.mark.parametrize("block_size", [1, B])
+def test_the_loss_is_the_sum_of_two_means(block_size):
     """L = L_mask + ar_weight · L_AR, each the mean over its targets (Eq. 5)."""
     model, ar, masked = tiny(), [], []
     batch = [(prompt, x, phase % block_size) for prompt, x, phase in examples(4)]
@@ -144,9 +144,9 @@ def test_the_loss_is_the_sum_of_two_means(block_size, full_block):
         ar += [nll(prompt + x[:i], label) for i, label in enumerate(x)]
         for i in range(len(x) - 1):
             s = max(0, (i + phase) // block_size * block_size - phase)
-            if i - s < block_size - 1 or full_block:
+            if i - s < block_size - 1:
                 masked.append(nll(prompt + x[:s] + [MASK] * (i - s + 1), x[i + 1]))
-    loss, parts = mars.mars_loss(model, batch, block_size, MASK, 0.5, full_block)
+    loss, parts = mars.mars_loss(model, batch, block_size, MASK, 0.5)
     expected = 0.5 * sum(ar) / len(ar) + sum(masked) / max(1, len(masked))
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert parts["nll"].sum().item() == pytest.approx(sum(ar + masked), rel=1e-5)
@@ -843,7 +843,7 @@ def test_examples_are_shown_as_they_are_trained(capsys):
     """--show-examples: what each position and its mask learn, and what the mask sees."""
     _, tokenizer = mars.toy_model()
     prompt, response = (tokenizer(text).input_ids for text in ("Figs?\n", "9 figs 8 figs<|end|>"))
-    mars.show_example(tokenizer, (prompt, response, 1), 3, 2, False)
+    mars.show_example(tokenizer, (prompt, response, 1), 3, 2)
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [" ".join(line) for line in table[-7:]] == [
         "?⏎ 9", "9 ·figs M ·figs x<0", "·figs · M · x<0", "· 8 M 8 x<2", "8 ·figs M ·figs x<2",
